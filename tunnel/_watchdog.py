@@ -1,0 +1,86 @@
+"""Runs a program, and sees to it that nothing of it is left: when it ends, when it shall end, when its owner is killed.
+
+    python -IS _watchdog.py OWNER GRACE PROGRAM [ARGUMENT...]
+
+Not imported: `tunnel.command` runs it as the leader of a new session, one for each program, because a death signal
+(PR_SET_PDEATHSIG) would have to be set between fork and exec of a process that has threads, and is Linux's alone.
+Here is only one thread. Its stdin is one end of a socket pair: closed or shut down at the other end, it means "end
+the program", so that an owner killed by SIGKILL needs to do nothing. On the same socket it says `started`, or `failed
+ERRNO`, and at last `exited STATUS`. The program inherits neither; it shares the process group, which dies as a whole.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from typing import NoReturn
+
+CONTROL = 0
+OWNER_POLL = 1.0  # a process forked from the owner keeps the other end open, and then only the parent's id tells
+GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+def run(owner: int, grace: float, command: list[str]) -> NoReturn:
+    # What is sent to the group is meant for the program; this process ends last, and by its own hand.
+    inherited = {number: signal.signal(number, signal.SIG_IGN) for number in GROUP_SIGNALS}
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    failed, fail = os.pipe()  # closed by a successful exec, and then empty
+    program = os.fork()
+    if program == 0:
+        try:
+            for number, handler in inherited.items():
+                signal.signal(number, handler)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, which its children should not inherit
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), CONTROL)
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(fail, b"%d" % (error.errno or 0))
+        finally:
+            os._exit(127)
+    os.close(fail)
+    errno = os.read(failed, 16)
+    os.close(failed)
+    _say(b"failed %s\n" % errno if errno else b"started\n")
+    status = _wait(program, owner, grace, woken)
+    _say(b"exited %d\n" % status)
+    os.killpg(0, signal.SIGKILL)  # what the program left behind, and this process
+    raise AssertionError("unreachable")
+
+
+def _wait(program: int, owner: int, grace: float, woken: int) -> int:
+    """The wait status of the program, once it has ended or was made to end."""
+    poller = select.poll()
+    poller.register(CONTROL, select.POLLIN)
+    poller.register(woken, select.POLLIN)
+    kill_at: float | None = None
+    while True:
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            return status
+        now = time.monotonic()
+        if kill_at is not None and now >= kill_at:
+            os.kill(program, signal.SIGKILL)
+            return os.waitpid(program, 0)[1]
+        ready = [fd for fd, _ in poller.poll(1000 * (OWNER_POLL if kill_at is None else kill_at - now))]
+        if woken in ready:
+            os.read(woken, 512)
+        if kill_at is None and (CONTROL in ready or os.getppid() != owner):
+            poller.unregister(CONTROL)
+            os.killpg(0, signal.SIGTERM)
+            kill_at = time.monotonic() + grace
+
+
+def _say(message: bytes) -> None:
+    try:  # noqa: SIM105 - contextlib takes as long to import as all the rest
+        os.write(CONTROL, message)
+    except OSError:  # the owner is gone
+        pass
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

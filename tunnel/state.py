@@ -1,0 +1,59 @@
+"""What a tunnel shows of itself: its state, and events as they happen."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tunnel.errors import TunnelGoneError
+
+StateName = Literal["idle", "serving", "suspect", "local_down", "path_fault", "restarting", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class TunnelState:
+    """Where a tunnel stands, in a word, and why, in plain words for a log line.
+
+    `idle` nothing is exposed · `serving` · `suspect` the URL failed, not yet confirmed · `local_down` the service
+    behind it does not answer · `path_fault` this host cannot reach the URL · `restarting` until it serves again ·
+    `gone` for good.
+    """
+
+    name: StateName
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunnelEvent:
+    """Something happened to the tunnel at `url`. `at` is in unix seconds."""
+
+    url: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged(TunnelEvent):
+    before: TunnelState
+    after: TunnelState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted(TunnelEvent):
+    """The client runs again under the same URL; the URL is verified next. `took` is in seconds."""
+
+    reason: str
+    took: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartFailed(TunnelEvent):
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone(TunnelEvent):
+    """Said once: the URL will never serve again."""
+
+    error: TunnelGoneError
