@@ -1,0 +1,1 @@
+"""The demo: everything on this host, with faults to order."""

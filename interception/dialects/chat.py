@@ -1,0 +1,23 @@
+"""OpenAI chat completions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from interception.dialects.base import openai_error, openai_url
+
+
+class ChatCompletions:
+    name = "chat completions"
+    path = "/v1/chat/completions"
+
+    def url(self, base_url: str, path: str) -> str:
+        return openai_url(base_url, path)
+
+    def auth(self, api_key: str) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {api_key}"}
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        return openai_error(status, message)
+
+
+CHAT = ChatCompletions()

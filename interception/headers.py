@@ -1,0 +1,49 @@
+"""Which headers cross the server, and which end at it."""
+
+from collections.abc import Iterator, Mapping
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
+    }
+)
+# The client library frames, encodes and addresses the request anew.
+FRAMING = frozenset({"host", "content-length", "content-encoding", "accept-encoding"})
+AUTH = frozenset({"authorization", "x-api-key", "api-key"})
+# Digests of a body that may be sent differently, and keys that are ours to honour.
+OURS = frozenset({"digest", "content-digest", "repr-digest", "content-md5", "idempotency-key"})
+
+
+def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> Iterator[tuple[str, str]]:
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    for name, value in headers.items():
+        lowered = name.lower()
+        if lowered not in dropped and lowered not in named and not lowered.startswith("x-forwarded-"):
+            yield name, value
+
+
+def to_upstream(headers: Mapping[str, str]) -> dict[str, str]:
+    """A harness's headers as they are forwarded: feature headers go through, ours and the hop's own do not."""
+    return dict(_crossing(headers, HOP_BY_HOP | FRAMING | AUTH | OURS))
+
+
+def to_client(headers: Mapping[str, str]) -> dict[str, str]:
+    """An upstream's headers as they are answered. The body is decoded and framed anew."""
+    return dict(_crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding"})))
+
+
+def secret_of(headers: Mapping[str, str]) -> str:
+    """The secret a request carries: Anthropic's key wins over a bearer token; empty where there is none."""
+    if key := headers.get("x-api-key", "").strip():
+        return key
+    kind, _, token = headers.get("Authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
