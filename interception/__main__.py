@@ -1,0 +1,5 @@
+"""`python -m interception`."""
+
+from interception.cli import main
+
+main()
