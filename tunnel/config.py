@@ -80,8 +80,8 @@ class SshTunnelConfig(BaseTunnelConfig):
     forward_retry: float = Field(180.0, gt=0)
     """Seconds for which a reconnect whose forward is refused is tried again: a relay that still holds the old
     session refuses the same port, and SSH gives no reason. After that the tunnel is gone."""
-    keepalive_interval: float = Field(3.0, gt=0)
-    """Seconds between keepalives; three in a row unanswered end the connection, so a stopped relay shows in 10 s."""
+    keepalive_interval: float = Field(2.5, gt=0)
+    """Seconds between keepalives; three in a row unanswered end the connection when the next is due, after 10 s."""
 
     @field_validator("url")
     @classmethod

@@ -93,6 +93,8 @@ class PlainRule:
             if self._wanted is None:
                 self.state = TunnelState("local_down", detail)
             return
+        if self._wanted is not None:
+            return  # its restart is on the way; counting begins anew after that
         if self._first_failure is None:
             self._first_failure = now
         confirm_at = self._first_failure + self._policy.confirm_after
@@ -104,9 +106,9 @@ class PlainRule:
             self._next_probe = min(confirm_at, now + self._backoff(self._verifying))
             self._verifying += 1
         else:
-            self._next_probe = max(confirm_at, now)
-            if self._wanted is None:
-                self.state = TunnelState("suspect", detail)
+            if now < confirm_at:
+                self._next_probe = confirm_at
+            self.state = TunnelState("suspect", detail)
 
     def exited(self, now: float) -> None:
         """The client process is not running (said as often as the caller likes)."""
@@ -167,7 +169,6 @@ class PlainRule:
                 until = min(until, deadline)
         if self._wanted is not None:
             if now >= self._restart_at:
-                self.state = TunnelState("restarting", self._wanted)
                 return Restart(self._wanted)
             until = min(until, self._restart_at)
         if now >= self._next_probe:

@@ -11,7 +11,7 @@ from tunnel.detector import GiveUp, PlainRule, Probe, Restart, Wait
 from tunnel.errors import TunnelError, TunnelGoneError
 from tunnel.health import HEALTH_PATH
 from tunnel.policy import KeepAlivePolicy
-from tunnel.probe import probe
+from tunnel.probe import Answer, probe
 from tunnel.state import Gone, Restarted, RestartFailed, StateChanged, TunnelEvent, TunnelState
 
 logger = logging.getLogger("tunnel")
@@ -129,29 +129,35 @@ class KeepAlive:
 
     async def _probe(self) -> None:
         through_url, local = self._probe_urls
-        asked = [
-            asyncio.ensure_future(probe(through_url, timeout=self._policy.probe_timeout, through_proxy=True)),
-            asyncio.ensure_future(probe(local, timeout=self._policy.probe_timeout, through_proxy=False)),
-        ]
+        inside_asked = asyncio.ensure_future(probe(local, timeout=self._policy.probe_timeout, through_proxy=False))
+        asked = {inside_asked}
         ran = self._client.is_running
+        if ran:
+            outside_asked = asyncio.ensure_future(
+                probe(through_url, timeout=self._policy.probe_timeout, through_proxy=True)
+            )
+            asked.add(outside_asked)
         try:
             pending = set(asked)
             while pending:
                 _, pending = await asyncio.wait(pending, timeout=self._policy.exit_poll)
                 if ran and not self._client.is_running:
-                    return  # a dead client needs no probe
+                    return  # its restart comes first
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.wait(asked)
-        outside, inside = (task.result() for task in asked)
+        inside = inside_asked.result()
+        # Without a client there is nothing to ask, and a relay that still holds its port would keep us waiting.
+        outside = outside_asked.result() if ran else Answer(False, "its client is not running")
         detail = f"the URL: {outside.detail}" if inside.ok else f"the local service: {inside.detail}"
         self._rule.probed(self._clock(), url_ok=outside.ok, local_ok=inside.ok, detail=detail)
 
     async def _restart(self, reason: str) -> None:
         began = self._clock()
         try:
-            url = (await asyncio.wait_for(self._client.restart(), self._policy.restart_timeout)).rstrip("/")
+            async with asyncio.timeout(self._policy.restart_timeout):
+                url = (await self._client.restart()).rstrip("/")
             if url != self._url:
                 raise TunnelGoneError(f"the restarted client serves under another URL: {url} instead of {self._url}")
         except Exception as error:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+from typing import Any
 
 import asyncssh
 
@@ -155,20 +156,26 @@ class _Client:
 
     async def _log_in_and_forward(self) -> tuple[asyncssh.SSHClientConnection, int]:
         connection = await self._log_in()
+
+        async def reach_local(orig_host: str, orig_port: int) -> Any:
+            forwarder = await connection.forward_connection("127.0.0.1", self._local_port)
+            if connection.is_closed():  # asyncssh would forget this one, and leave its socket open
+                forwarder.close()
+                raise asyncssh.ChannelOpenError(asyncssh.OPEN_CONNECT_FAILED, "the SSH connection is closed")
+            return forwarder
+
         try:
-            listener = await connection.forward_remote_port(
-                self._config.remote_host, self._port, "127.0.0.1", self._local_port
-            )
-            return connection, listener.get_port()
-        except asyncssh.ChannelListenError as error:
-            await asyncio.sleep(0)  # asyncssh says the same of a connection lost meanwhile, which shows a step later
-            if connection.is_closed():
-                raise TunnelError(f"{self._relay} closed the connection") from error
-            await _end(connection)
-            raise _ForwardRefused(self._forward_refused()) from error
+            try:
+                listener = await connection.create_server(reach_local, self._config.remote_host, self._port)
+            except asyncssh.ChannelListenError as error:
+                await asyncio.sleep(0)  # a connection lost meanwhile is told in the same words, and shows a step later
+                if connection.is_closed():
+                    raise TunnelError(f"{self._relay} closed the connection") from error
+                raise _ForwardRefused(self._forward_refused()) from error
         except BaseException:
             await _end(connection)
             raise
+        return connection, listener.get_port()
 
     async def _log_in(self) -> asyncssh.SSHClientConnection:
         config = self._config

@@ -9,6 +9,7 @@ As a program (`python -m interception.demo.relay`) it prints one JSON line when 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -281,6 +282,8 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # A cut connection is written to until its forwards have noticed; asyncio would complain of that on our terminal.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     # A signal cancels; a parent that is gone breaks the pipe. Either is a way to end, not a failure.
     with contextlib.suppress(asyncio.CancelledError, BrokenPipeError):
         asyncio.run(_serve())
