@@ -116,6 +116,7 @@ class Tunnel(ABC):
             can_restart=self.restartable,
             in_use=lambda: self.in_use(),
         )
+        self._show(self._keepalive.state)
         await self._keepalive.run()
 
     # -- parts ---------------------------------------------------------------------------------
@@ -124,21 +125,21 @@ class Tunnel(ABC):
         if isinstance(event, StateChanged):
             self._state = event.after
         if self.on_event is not None:
-            self.on_event(event)
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("on_event failed for %s", event)
+
+    def _show(self, state: TunnelState) -> None:
+        """Where the state changes without a keepalive of ours that tells of it."""
+        if state.name != self._state.name:
+            self._noted(StateChanged(url=self._url or "", at=time.time(), before=self._state, after=state))
 
     def _set_gone(self, error: TunnelGoneError) -> None:
         self.gone = error
-        if self._state.name != "gone":  # a keepalive that is not ours shows no state
-            before, self._state = self._state, TunnelState("gone", str(error))
-            now, url = time.time(), self._url or ""
-            for event in (
-                StateChanged(url=url, at=now, before=before, after=self._state),
-                Gone(url=url, at=now, error=error),
-            ):
-                try:
-                    self._noted(event)
-                except Exception:
-                    logger.exception("on_event failed for %s", event)
+        if self._state.name != "gone":
+            self._show(TunnelState("gone", str(error)))
+            self._noted(Gone(url=self._url or "", at=time.time(), error=error))
         self._say_gone()
 
     def _say_gone(self) -> None:

@@ -12,8 +12,17 @@ from tunnel.policy import KeepAlivePolicy
 
 
 def _public_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+            and not (parts.query or parts.fragment or any(mark.isspace() for mark in url))
+        )
+    except ValueError:  # a port that is no number, or too large
+        good = False
+    if not good:
         raise ValueError(f"{url!r} is not a URL that agents could call: write http://HOST[:PORT] or https://HOST")
     return url.rstrip("/")
 
@@ -88,7 +97,7 @@ class SshTunnelConfig(BaseTunnelConfig):
     def _template(cls, url: str) -> str:
         try:
             _public_url(url.format(host="relay.example", port=1))
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{url!r} is not a URL template: only {{host}} and {{port}} are filled in ({error})"
             ) from None

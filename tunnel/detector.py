@@ -90,24 +90,26 @@ class PlainRule:
             return
         if not local_ok:
             self._first_failure = None
-            if self._wanted is None:
+            self._last_good = now  # time without a local service is not held against the URL
+            if not self._exited:
+                self._wanted = None  # a restart that failed mends nothing now
                 self.state = TunnelState("local_down", detail)
             return
         if self._wanted is not None:
             return  # its restart is on the way; counting begins anew after that
-        if self._first_failure is None:
-            self._first_failure = now
+        first, self._first_failure = self._first_failure is None, self._first_failure or now
         confirm_at = self._first_failure + self._policy.confirm_after
-        if now >= confirm_at and self._can_restart:
+        if now >= confirm_at and self._can_restart and not first:
             self._first_failure = None
             self._want(now, f"two probes {self._policy.confirm_after:g} s apart failed ({detail}), local service fine")
         elif self._verifying:
             # Just restarted: look often, for a slow relay should not keep new rollouts away for a minute.
             self._next_probe = min(confirm_at, now + self._backoff(self._verifying))
             self._verifying += 1
+            self.state = TunnelState("restarting", f"restarted, not verified yet ({detail})")
         else:
-            if now < confirm_at:
-                self._next_probe = confirm_at
+            if first or now < confirm_at:
+                self._next_probe = max(confirm_at, now)
             self.state = TunnelState("suspect", detail)
 
     def exited(self, now: float) -> None:
@@ -145,7 +147,7 @@ class PlainRule:
         if gone and not running:
             self._gone = error
         elif gone:
-            self._refused, self._wanted, self._next_probe = error, None, now
+            self._refused, self._wanted, self._exited, self._next_probe = error, None, False, now
         else:
             self._failed_restarts += 1
             self._restart_at = now + self._backoff(self._failed_restarts)

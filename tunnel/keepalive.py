@@ -77,6 +77,7 @@ class KeepAlive:
         self._probe_urls = self._url + path, local_url.rstrip("/") + path
         self._policy = policy
         self._on_event = on_event
+        self._can_restart = can_restart
         self._in_use = in_use
         self._clock = clock
         self._rule = PlainRule(policy, clock(), can_restart=can_restart)
@@ -131,7 +132,7 @@ class KeepAlive:
         through_url, local = self._probe_urls
         inside_asked = asyncio.ensure_future(probe(local, timeout=self._policy.probe_timeout, through_proxy=False))
         asked = {inside_asked}
-        ran = self._client.is_running
+        ran = self._client.is_running or not self._can_restart
         if ran:
             outside_asked = asyncio.ensure_future(
                 probe(through_url, timeout=self._policy.probe_timeout, through_proxy=True)
@@ -141,7 +142,7 @@ class KeepAlive:
             pending = set(asked)
             while pending:
                 _, pending = await asyncio.wait(pending, timeout=self._policy.exit_poll)
-                if ran and not self._client.is_running:
+                if ran and self._can_restart and not self._client.is_running:
                     return  # its restart comes first
         finally:
             for task in asked:
@@ -166,7 +167,7 @@ class KeepAlive:
                 logger.exception("%s: restarting the client failed in an unforeseen way", self._url)
             text = str(error) or f"no end within {self._policy.restart_timeout:g} s"
             # Another URL is final though a client runs: nobody was told of it.
-            running = self._client.is_running and self._client.url == self._url
+            running = self._client.is_running and (self._client.url or "").rstrip("/") == self._url
             self._rule.restart_failed(self._clock(), text, gone=gone, running=running)
             self._tell(RestartFailed(url=self._url, at=time.time(), reason=reason, error=text))
         else:
