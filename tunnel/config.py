@@ -108,8 +108,9 @@ class CommandTunnelConfig(BaseTunnelConfig):
     """Any client program that makes `127.0.0.1:{port}` public: cloudflared, ngrok, frpc, ssh."""
 
     type: Literal["command"] = "command"
-    command: tuple[str, ...] = Field(min_length=1)
-    """Program and arguments; `{port}` in any of them is replaced by the local port."""
+    command: tuple[str, ...] = Field(min_length=1, repr=False)
+    """Program and arguments; `{port}` in any of them is replaced by the local port. Tokens belong into `env`, where
+    they are kept out of quoted output too."""
     url: str | None = None
     """The public URL, where it is known beforehand."""
     url_pattern: str | None = None
@@ -121,7 +122,8 @@ class CommandTunnelConfig(BaseTunnelConfig):
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Added to the program's environment (kept out of reprs: tokens travel here)."""
     start_timeout: float = Field(30.0, gt=0)
-    """Seconds until the URL must be known and the tunnel ready."""
+    """Seconds until the URL must be known and the tunnel ready. A restart takes as long, and up to 5 s for ending the
+    old program, so keep both within `policy.restart_timeout`."""
 
     @field_validator("url_pattern", "ready_pattern", "gone_pattern")
     @classmethod

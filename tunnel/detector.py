@@ -151,7 +151,8 @@ class PlainRule:
         else:
             self._failed_restarts += 1
             self._restart_at = now + self._backoff(self._failed_restarts)
-            self.state = TunnelState("restarting", f"restart failed, trying again: {error}")
+            first_line = error.partition("\n")[0]  # a program's output may follow
+            self.state = TunnelState("restarting", f"restart failed, trying again: {first_line}")
 
     # -- decision ------------------------------------------------------------------------------
 

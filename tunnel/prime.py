@@ -5,9 +5,12 @@ import contextlib
 import logging
 import os
 import secrets
+import subprocess
+from pathlib import Path
 
 import prime_tunnel
 from prime_tunnel.binary import get_frpc_path
+from pydantic import ValidationError
 
 from tunnel.base import Tunnel
 from tunnel.config import PrimeTunnelConfig
@@ -15,11 +18,14 @@ from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
 from tunnel.health import HEALTH_PATH
 from tunnel.keepalive import TunnelClient
 from tunnel.logs import install_log_handler
-from tunnel.teardown import run_to_end
+from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
 
 REGISTER_TRIES = 3
+KILL_TIMEOUT = 2.0
+"""Seconds for a killed frpc to end, as the SDK's own."""
+
 TERMINAL = ("expired", "terminated")  # deletion is soft: the record stays, with one of these
 PROXY_VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
@@ -86,11 +92,16 @@ class PrimeTunnel(Tunnel):
             raise
         try:
             starting.result()
-        except (prime_tunnel.TunnelAuthError, prime_tunnel.TunnelLimitReachedError) as error:
+        except prime_tunnel.TunnelAuthError as error:
             raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
         except Exception as error:
+            # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
             await run_to_end(client.delete_registrations())
-            if "maximum number of" in str(error).lower():
+            if isinstance(invalid := error.__cause__, ValidationError):
+                # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
+                raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
+            limit = isinstance(error, prime_tunnel.TunnelLimitReachedError) or "maximum number of" in str(error).lower()
+            if limit:
                 raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
             raise TunnelError(f"no Prime tunnel: {error}") from error
         return client
@@ -129,8 +140,15 @@ class _Client:
         return running
 
     async def restart(self) -> str:
+        old = self._process
+        restarting = asyncio.ensure_future(self.sdk.restart())
         try:
-            url: str = await self.sdk.restart()
+            await asyncio.wait([restarting])
+        except asyncio.CancelledError:
+            await run_to_end(_break_off(restarting, old))
+            raise
+        try:
+            url: str = restarting.result()
             return url
         except prime_tunnel.TunnelGoneError as error:
             raise TunnelGoneError(str(error)) from error
@@ -138,41 +156,47 @@ class _Client:
             raise TunnelError(str(error)) from error
 
     async def stop(self) -> None:
-        """End frpc, delete the registration and the config file. The SDK blocks while it does, so in a thread."""
-        process = getattr(self.sdk, "_process", None)
-        try:
-            async with asyncio.timeout(self._stop_timeout):
-                await asyncio.to_thread(self.sdk.sync_stop)
-        except TimeoutError:
-            logger.error("stopping the tunnel %s did not end within %g s", self._label, self._stop_timeout)
-            if process is not None:
-                process.kill()
-        # sync_stop leaves the SDK's HTTP client open, and swallows a delete that failed.
-        await self._close_http()
-        await self.delete_registrations()
+        """End frpc, delete the registration and the config file, all within the stop timeout."""
+        deadline = self._deadline()
+        known = self.sdk.tunnel_id
+        # Over TCP frpc does nothing at SIGTERM that it would not at SIGKILL, and the SDK waits 5 s for one that hangs.
+        if self._process is not None:
+            await _end(self._process)
+        with contextlib.suppress(TimeoutError):  # what is left then is named below
+            async with asyncio.timeout_at(deadline):
+                await asyncio.to_thread(self.sdk.sync_stop)  # blocks
+        self._remove_config_file()
+        # sync_stop swallows a delete that failed.
+        await self.delete_registrations(deadline, known)
 
     async def abandon(self, starting: "asyncio.Task[str]") -> None:
         """Be rid of a tunnel whose start is no longer wanted."""
         # A create in flight is never cancelled: the registration could be made without our learning its id.
         while not starting.done() and self.sdk.tunnel_id is None:
             await asyncio.wait([starting], timeout=0.02)
-        if not starting.done():
-            # The SDK waits for frpc's end on the event loop; a killed one does not keep it waiting.
-            if (process := getattr(self.sdk, "_process", None)) is not None:
-                process.kill()
+        known = self.sdk.tunnel_id
+        if self._process is not None:
+            self._process.kill()  # the SDK waits for its end on the event loop
             starting.cancel()
-            await asyncio.wait([starting])
+        # Else the SDK cleans up after a failure of its own, and cancelled it would leave the config file.
+        await asyncio.wait([starting], timeout=self._stop_timeout)
+        if not starting.done():
+            await cancel_and_wait(starting)
         if not starting.cancelled() and starting.exception() is None:
             await self.stop()
         else:
-            await self.delete_registrations()
+            self._remove_config_file()
+            await self.delete_registrations(known=known)
 
-    async def delete_registrations(self) -> None:
-        """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log."""
-        left: list[str] = []
-        reason = ""
+    async def delete_registrations(self, deadline: float | None = None, known: str | None = None) -> None:
+        """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log.
+
+        `known` is the id of one of them, for the log alone.
+        """
+        left = [known] if known else []
+        reason = f"no answer within {self._stop_timeout:g} s"
         try:
-            async with asyncio.timeout(self._stop_timeout), prime_tunnel.TunnelClient() as api:
+            async with asyncio.timeout_at(deadline or self._deadline()), self._api as api:
                 for wait in (0.2, 1.0, 3.0, None):
                     try:
                         records = await api.list_tunnels(labels=[self._label], team_id=self.sdk.team_id)
@@ -186,12 +210,14 @@ class _Client:
                             await api.delete_tunnel(left[0])
                             left.pop(0)
                         return
+                    except prime_tunnel.TunnelAuthError:
+                        raise
                     except prime_tunnel.TunnelError as error:
                         reason = str(error)
                     if wait is not None:
                         await asyncio.sleep(wait)
         except TimeoutError:
-            reason = reason or f"no answer within {self._stop_timeout:g} s"
+            pass
         except Exception as error:  # noqa: BLE001 - teardown goes on whatever the API answers
             reason = f"{type(error).__name__}: {error}"
         logger.error(
@@ -201,8 +227,42 @@ class _Client:
             reason,
         )
 
-    async def _close_http(self) -> None:
-        client = getattr(self.sdk, "_client", None)
-        if client is not None:
-            with contextlib.suppress(Exception):
-                await client.close()
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._stop_timeout
+
+    # -- the SDK's private parts; one that lacks them is stopped all the same, only later ----------
+
+    @property
+    def _process(self) -> "subprocess.Popen[str] | None":
+        return getattr(self.sdk, "_process", None)
+
+    @property
+    def _api(self) -> "prime_tunnel.TunnelClient":
+        # sync_stop leaves the SDK's own client open, and another one costs a TLS set-up on the event loop.
+        return getattr(self.sdk, "_client", None) or prime_tunnel.TunnelClient()
+
+    def _remove_config_file(self) -> None:
+        """It holds the tunnel's token. The SDK removes it last, and so not at all if it was stopped before that."""
+        config_file: Path | None = getattr(self.sdk, "_config_file", None)
+        if config_file is not None:
+            with contextlib.suppress(OSError):
+                config_file.unlink()
+
+
+async def _break_off(restarting: "asyncio.Task[str]", old: "subprocess.Popen[str] | None") -> None:
+    await cancel_and_wait(restarting)
+    if old is not None:
+        await _end(old)  # the SDK lets go of it before it has ended it
+
+
+async def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(KILL_TIMEOUT):
+            # Waited for, or it would stay as a zombie; by looking, for a thread to wait in may not be free.
+            while process.poll() is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+def _faults(invalid: ValidationError) -> str:
+    return ", ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in invalid.errors())

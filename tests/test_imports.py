@@ -1,0 +1,58 @@
+"""What `import tunnel, interception` costs and offers, in an interpreter of its own."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import interception
+import tunnel
+
+LATER = {"CommandTunnel": "tunnel.command", "PrimeTunnel": "tunnel.prime", "SshTunnel": "tunnel.ssh"}
+
+
+def run(code: str) -> object:
+    """What `code` leaves in `result`, in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport json; print(json.dumps(result))"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_both_packages_loads_no_library_that_only_some_need() -> None:
+    loaded = run("import sys, tunnel, interception; result = sorted({name.partition('.')[0] for name in sys.modules})")
+    assert isinstance(loaded, list)
+    assert {"tunnel", "interception"} <= set(loaded)
+    assert not {"asyncssh", "typer", "rich"} & set(loaded)
+
+
+@pytest.mark.parametrize("package", [tunnel, interception], ids=lambda package: package.__name__)
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    skipped = [name for name, module in LATER.items() if importlib.util.find_spec(module) is None]
+    missing = run(
+        f"import {package.__name__} as package\n"
+        f"result = [name for name in package.__all__ if name not in {skipped} and not hasattr(package, name)]"
+    )
+    assert missing == []
+    assert len(set(package.__all__)) == len(package.__all__)
+
+
+@pytest.mark.parametrize(("name", "module"), LATER.items())
+def test_a_tunnel_is_loaded_when_it_is_asked_for(name: str, module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not there yet")
+    assert getattr(tunnel, name).__name__ == name
+
+
+@pytest.mark.parametrize("package", [tunnel, interception], ids=lambda package: package.__name__)
+def test_a_name_that_is_not_there_is_an_attribute_error(package: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="Tunel"):
+        _ = package.Tunel
