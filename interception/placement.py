@@ -38,8 +38,9 @@ def place(
     loads = [server.load for server in servers]
     assign: list[int] = []
 
-    def fill(candidates: Sequence[int]) -> None:
-        while len(assign) < waiting:
+    def fill(serving: bool, most: int) -> None:
+        candidates = [index for index, server in enumerate(servers) if server.serving is serving]
+        for _ in range(most):
             free = [index for index in candidates if capacity is None or loads[index] < capacity]
             if not free:
                 return
@@ -47,10 +48,9 @@ def place(
             loads[chosen] += 1
             assign.append(chosen)
 
-    fill([index for index, server in enumerate(servers) if server.serving])
+    fill(True, waiting)
     left = waiting - len(assign)
     if capacity is not None and can_start:
         return Plan(tuple(assign), max(0, -(-left // capacity) - starting))
-    if not starting:
-        fill([index for index, server in enumerate(servers) if not server.serving])
+    fill(False, left - starting * (capacity or 0))
     return Plan(tuple(assign), 0)

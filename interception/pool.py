@@ -110,23 +110,27 @@ class StaticInterceptionPool(_Pool):
     ) -> None:
         super().__init__(server_factory, requires_tunnel, state_service_secrets)
         self.config = config
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Starts all servers side by side. If one cannot start, all are stopped and its error is raised."""
-        if self._started:
-            return
-        self._started = True
-        try:
-            self._servers = [self._make(config) for config in self.config.servers]
-            async with asyncio.TaskGroup() as starting:
-                for server in self._servers:
-                    starting.create_task(server.start())
-        except BaseExceptionGroup as errors:
-            await self.stop()
-            raise _first(errors) from errors
-        except BaseException:
-            await self.stop()
-            raise
+        async with self._starting:
+            if self._started:
+                return
+            try:
+                servers = self._servers = [self._make(config) for config in self.config.servers]
+                async with asyncio.TaskGroup() as starting:
+                    for server in servers:
+                        starting.create_task(server.start())
+                if self._servers is not servers:
+                    raise TunnelError("the pool was stopped while it started")
+            except BaseExceptionGroup as errors:
+                await self.stop()
+                raise _first(errors) from errors
+            except BaseException:
+                await self.stop()
+                raise
+            self._started = True
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
@@ -170,22 +174,29 @@ class ElasticInterceptionPool(_Pool):
         self.config = config or ElasticInterceptionPoolConfig()
         self._waiters: deque[_Waiter] = deque()
         self._starting: set[asyncio.Task[None]] = set()
+        self._warmup: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Warms one server up. A limit (quota, credentials) is raised; another failure is tried again by `acquire`."""
-        if self._started:
-            return
-        self._started = True
+        if self._warmup is None:
+            self._started = True
+            self._warmup = asyncio.create_task(self._start_server(), name="start the first interception server")
+            self._starting.add(self._warmup)
+            self._warmup.add_done_callback(self._starting.discard)
+        warmup = self._warmup
         try:
-            await self._start_server()
-        except TunnelLimitError:
+            await asyncio.wait([warmup])
+        except asyncio.CancelledError:
             await self.stop()
             raise
-        except TunnelError as error:
+        if warmup.cancelled():
+            raise TunnelError("the pool was stopped while it started")
+        error = warmup.exception()
+        if isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError):
             logger.warning("the first server could not be started, the first rollout tries again: %s", error)
-        except BaseException:
+        elif error is not None:
             await self.stop()
-            raise
+            raise error
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
@@ -221,6 +232,8 @@ class ElasticInterceptionPool(_Pool):
         """Seat waiters where there is room, start servers for the rest. `failure`: why no server can be started now."""
         if not self._started:
             return
+        # A waiter that was cancelled has a cancelled future before its task runs again and takes it away.
+        self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())
         plan = place(
             [ServerView(server.load, server.serving) for server in self._servers],
             len(self._waiters),
@@ -240,7 +253,7 @@ class ElasticInterceptionPool(_Pool):
         if failure is not None:
             # Those that no server being started will serve hear why.
             while len(self._waiters) > len(self._starting) * self.config.multiplex:
-                self._waiters.pop().seat.set_exception(failure)
+                self._waiters.pop().seat.set_exception(_told_anew(failure))
 
     async def _grow(self) -> None:
         failure: Exception | None = None
@@ -267,8 +280,11 @@ class ElasticInterceptionPool(_Pool):
 
     async def _stop(self) -> None:
         self._started = False
+        self._warmup = None
         while self._waiters:
-            self._waiters.popleft().seat.set_exception(TunnelError("the pool was stopped"))
+            seat = self._waiters.popleft().seat
+            if not seat.done():
+                seat.set_exception(TunnelError("the pool was stopped"))
         starting = list(self._starting)
         await asyncio.gather(*(cancel_and_wait(task) for task in starting))
         await super()._stop()
@@ -285,6 +301,13 @@ def make_interception(
             return StaticInterceptionPool(config, requires_tunnel, state_service_secrets)
         case ElasticInterceptionPoolConfig():
             return ElasticInterceptionPool(config, requires_tunnel, state_service_secrets)
+
+
+def _told_anew(failure: Exception) -> TunnelError:
+    """An error of its own for each rollout that hears why no server could be started."""
+    error = (TunnelLimitError if isinstance(failure, TunnelLimitError) else TunnelError)(str(failure))
+    error.__cause__ = failure
+    return error
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import aiohttp
 import orjson
 from aiohttp import web
 
@@ -94,7 +96,7 @@ class InterceptionServer(Interception):
         host = tunnel.bind_host if tunnel else self.config.bind_host or "127.0.0.1"
         site = web.TCPSite(runner, host, tunnel.bind_port if tunnel else 0)
         try:
-            await site.start()
+            await run_to_end(site.start())
         except OSError as error:
             raise TunnelError(f"the server cannot listen: {error.strerror or error}") from error
         port = runner.addresses[0][1]
@@ -240,7 +242,7 @@ class InterceptionServer(Interception):
                 ) as answer,
             ):
                 return web.Response(status=answer.status, body=await answer.read(), headers=to_client(answer.headers))
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             logger.warning("no model list from %s: %s", upstream.base_url, error or type(error).__name__)
             return _refusal(CHAT, Failure(502, f"no model list from the upstream {upstream.base_url}"))
 
@@ -262,6 +264,8 @@ class InterceptionServer(Interception):
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise Failure(413, f"the request body is over {BODY_CAP // 1024**2} MiB") from None
+        except (ConnectionError, web.RequestPayloadError) as error:
+            raise Failure(400, "the request body did not arrive whole") from error
         if session.released:
             raise Failure(409, "the rollout is over", {"x-should-retry": "false"})
         asked, body = _override(body, session)
@@ -298,8 +302,8 @@ class InterceptionServer(Interception):
     ) -> Exchange:
         upstream = session.upstream
         url = dialect.url(upstream.base_url, dialect.path)
-        if request.query_string:
-            url += "?" + request.query_string
+        if "?" in request.raw_path:
+            url += "?" + request.raw_path.partition("?")[2]
         headers = {
             **to_upstream(request.headers),
             CALL_ID_HEADER: call_id,
@@ -328,7 +332,7 @@ def raise_if_lost(session: RolloutSession) -> None:
 
 def _digest(secret: str) -> bytes:
     # Secrets are looked up by their digest, so that the time of a lookup tells nothing of them.
-    return hashlib.sha256(secret.encode()).digest()
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
 
 
 def _upstream_auth(session: RolloutSession, dialect: Dialect) -> dict[str, str]:
@@ -347,8 +351,9 @@ def _override(body: bytes, session: RolloutSession) -> tuple[dict[str, Any], byt
     overrides = {**session.sampling, **({"model": session.model} if session.model else {})}
     if not overrides:
         return asked, body
+    asked = json.loads(body)
     asked.update(overrides)
-    return asked, orjson.dumps(asked)
+    return asked, json.dumps(asked, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:

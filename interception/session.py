@@ -22,7 +22,7 @@ class Upstream(BaseModel):
     `https://api.anthropic.com`. A URL without any path gets `/v1`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     base_url: str
     api_key: SecretStr | None = None
@@ -37,9 +37,16 @@ class Upstream(BaseModel):
     @field_validator("base_url")
     @classmethod
     def _http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"{url!r} is not an endpoint: write http://HOST[:PORT]/v1 or https://HOST/v1")
+        # The URL is not quoted back: a password may stand in it.
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number, or too large
+            good = False
+        if not good or parts.query or parts.fragment or any(mark.isspace() for mark in url):
+            raise ValueError("not an endpoint: write http://HOST[:PORT]/v1 or https://HOST/v1")
+        if "@" in parts.netloc:
+            raise ValueError("credentials do not belong into base_url: use api_key or headers")
         return url.rstrip("/")
 
 

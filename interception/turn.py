@@ -5,12 +5,15 @@ the session cancels it.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from interception.trace import Attempt, Turn
+
+logger = logging.getLogger("interception")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,9 @@ class Exchange:
         except asyncio.CancelledError:
             self._end(Failure(409, "cancelled", {"x-should-retry": "false"}))
             raise
+        except Exception as error:
+            logger.exception("turn %s failed in an unforeseen way", self.turn.id)
+            self._end(Failure(502, f"the call failed: {type(error).__name__}"))
         else:
             self._end(None)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 
 import aiohttp
+from yarl import URL
 
 from interception.session import Upstream
 from interception.turn import Exchange, Failure
@@ -38,7 +39,9 @@ class UpstreamClients:
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """A request that is not redirected: an upstream that moved must be configured, not followed with its key."""
-        return self._client(upstream).request(method, url, headers=headers, data=body, allow_redirects=False)
+        return self._client(upstream).request(
+            method, URL(url, encoded=True), headers=headers, data=body, allow_redirects=False
+        )
 
     async def forward(
         self, exchange: Exchange, upstream: Upstream, url: str, headers: Mapping[str, str], body: bytes

@@ -97,7 +97,9 @@ class PlainRule:
             return
         if self._wanted is not None:
             return  # its restart is on the way; counting begins anew after that
-        first, self._first_failure = self._first_failure is None, self._first_failure or now
+        first = self._first_failure is None
+        if self._first_failure is None:
+            self._first_failure = now
         confirm_at = self._first_failure + self._policy.confirm_after
         if now >= confirm_at and self._can_restart and not first:
             self._first_failure = None

@@ -1,0 +1,178 @@
+"""Which server takes a rollout: the decision by tables, and its promises by hypothesis."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from interception.placement import Plan, ServerView, place
+
+
+def serving(*loads: int) -> list[ServerView]:
+    return [ServerView(load, serving=True) for load in loads]
+
+
+def silent(*loads: int) -> list[ServerView]:
+    return [ServerView(load, serving=False) for load in loads]
+
+
+@pytest.mark.parametrize(
+    ("servers", "waiting", "starting", "can_start", "assign", "start"),
+    [
+        pytest.param([], 0, 0, True, (), 0, id="nobody waits"),
+        pytest.param(serving(0, 2), 0, 0, True, (), 0, id="nobody waits, there is room"),
+        pytest.param([], 1, 0, True, (), 1, id="the first rollout of all"),
+        pytest.param(serving(0), 1, 0, True, (0,), 0, id="room on the only server"),
+        pytest.param(serving(1, 0), 1, 0, True, (1,), 0, id="the least loaded takes it"),
+        pytest.param(serving(1, 1), 1, 0, True, (0,), 0, id="the first of equals"),
+        pytest.param(serving(1, 0), 3, 0, True, (1, 0, 1), 0, id="levelled as they are seated"),
+        pytest.param(serving(2, 2), 1, 0, True, (), 1, id="full"),
+        pytest.param(serving(2), 5, 0, True, (), 3, id="a burst starts all it needs"),
+        pytest.param(serving(1), 5, 0, True, (0,), 2, id="a burst beyond the room left"),
+        pytest.param(serving(2), 5, 2, True, (), 1, id="those being started are counted"),
+        pytest.param(serving(2), 2, 3, True, (), 0, id="more being started than needed"),
+        pytest.param(serving(1), 2, 1, True, (0,), 0, id="a freed slot is taken while a server starts"),
+        pytest.param(silent(0) + serving(1), 1, 0, True, (1,), 0, id="not-serving is passed over though it is empty"),
+        pytest.param(silent(0) + serving(2), 1, 0, True, (), 1, id="rather start than use one that does not serve"),
+        pytest.param(silent(0), 1, 1, True, (), 0, id="rather wait for a start than use one that does not serve"),
+        pytest.param(silent(0) + serving(2), 1, 0, False, (0,), 0, id="not-serving is used where none can start"),
+        pytest.param(silent(0, 1) + serving(1), 3, 0, False, (2, 0, 0), 0, id="serving first, then least loaded"),
+        pytest.param(silent(2) + serving(2), 1, 0, False, (), 0, id="no room anywhere"),
+        pytest.param([], 2, 0, False, (), 0, id="none left"),
+        pytest.param(silent(0), 1, 1, False, (), 0, id="none can start, but one is being started"),
+    ],
+)
+def test_the_table(
+    servers: list[ServerView], waiting: int, starting: int, can_start: bool, assign: tuple[int, ...], start: int
+) -> None:
+    plan = place(servers, waiting, capacity=2, starting=starting, can_start=can_start)
+    assert plan == Plan(assign, start)
+
+
+@pytest.mark.parametrize(
+    ("servers", "waiting", "assign"),
+    [
+        pytest.param(serving(70, 60), 1, (1,), id="no limit"),
+        pytest.param(silent(0) + serving(99), 1, (1,), id="serving though loaded"),
+        pytest.param(silent(3, 2), 1, (1,), id="none serves"),
+        pytest.param([], 1, (), id="none left"),
+    ],
+)
+def test_without_a_capacity_nothing_is_started(
+    servers: list[ServerView], waiting: int, assign: tuple[int, ...]
+) -> None:
+    assert place(servers, waiting, capacity=None) == Plan(assign, 0)
+
+
+views = st.lists(st.builds(ServerView, load=st.integers(0, 6), serving=st.booleans()), max_size=6)
+waiting = st.integers(0, 30)
+capacities = st.integers(1, 5)
+starting = st.integers(0, 4)
+
+# A busy machine is slow, and that is no finding.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+
+
+def loads_after(servers: list[ServerView], plan: Plan) -> list[int]:
+    taken = Counter(plan.assign)
+    return [server.load + taken[index] for index, server in enumerate(servers)]
+
+
+@unhurried
+@given(views, waiting, capacities, starting, st.booleans())
+def test_no_server_gets_a_rollout_above_its_capacity(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    after = loads_after(servers, plan)
+    assert all(after[index] <= capacity for index in plan.assign)
+
+
+@unhurried
+@given(views, waiting, capacities, starting, st.booleans())
+def test_no_more_are_seated_than_wait(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    assert len(plan.assign) <= waiting
+    assert set(plan.assign) <= set(range(len(servers)))
+
+
+@unhurried
+@given(views, waiting, st.none() | capacities, starting, st.booleans())
+def test_a_server_that_does_not_serve_is_used_only_when_those_that_serve_are_full(
+    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, can_start: bool
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    loads = [server.load for server in servers]
+    for index in plan.assign:
+        if not servers[index].serving:
+            assert not any(
+                server.serving and (capacity is None or loads[other] < capacity) for other, server in enumerate(servers)
+            )
+        loads[index] += 1
+
+
+@unhurried
+@given(views, waiting, capacities, starting)
+def test_a_server_that_does_not_serve_is_never_used_while_one_can_be_started(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting)
+    assert all(servers[index].serving for index in plan.assign)
+
+
+@unhurried
+@given(views, waiting, capacities, starting, st.booleans())
+def test_nobody_waits_while_a_server_that_serves_has_room(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    if len(plan.assign) < waiting:
+        after = loads_after(servers, plan)
+        assert all(after[index] >= capacity for index, server in enumerate(servers) if server.serving)
+
+
+@unhurried
+@given(views, waiting, capacities)
+def test_where_none_can_be_started_nobody_waits_while_any_server_has_room(
+    servers: list[ServerView], waiting: int, capacity: int
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, can_start=False)
+    if len(plan.assign) < waiting:
+        assert all(load >= capacity for load in loads_after(servers, plan))
+
+
+@unhurried
+@given(views, waiting, capacities, starting)
+def test_as_many_are_started_as_those_left_need_and_not_one_more(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting)
+    left = waiting - len(plan.assign)
+    if plan.start:
+        assert (starting + plan.start - 1) * capacity < left  # with one less somebody would be left over
+    assert (starting + plan.start) * capacity >= left
+    assert plan.start >= 0
+
+
+@unhurried
+@given(views, waiting, capacities, starting)
+def test_nothing_is_started_where_nothing_can_be(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int
+) -> None:
+    assert place(servers, waiting, capacity=capacity, starting=starting, can_start=False).start == 0
+
+
+@unhurried
+@given(views, waiting, st.none() | capacities, starting, st.booleans())
+def test_each_goes_to_the_least_loaded_of_its_kind(
+    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, can_start: bool
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    loads = [server.load for server in servers]
+    for index in plan.assign:
+        same_kind = [load for other, load in enumerate(loads) if servers[other].serving == servers[index].serving]
+        assert loads[index] == min(same_kind)
+        loads[index] += 1
