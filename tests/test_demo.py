@@ -27,7 +27,8 @@ def test_it_heals_the_cut_tunnel_retires_the_revoked_one_and_finishes_the_rest()
     assert "serving again" in out
     assert "gone for good, its server is retired" in out
     table = dict(re.findall(r"│ +([a-z, ]+?) +│ (\d+) +│", out))
-    assert table["calls answered"] == table["turns recorded"]
+    # An answer that was cut on its way was recorded all the same, and asked for again.
+    assert int(table["calls answered"]) <= int(table["turns recorded"])
     assert table["answered, not recorded"] == "0"
     assert table["tunnels restarted"] == "1"
     assert table["servers retired"] == "1"

@@ -12,7 +12,10 @@ class TunnelLogHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):
+            return self.handleError(record)  # as every handler does; the SDK's own threads must not die of it
         if record.levelno < logging.WARNING and (
             record.levelno < logging.INFO or "login to server success" not in message
         ):

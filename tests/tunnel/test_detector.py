@@ -294,13 +294,24 @@ class TestFailedRestarts:
             rule.restart_failed(now, "busy", gone=False, running=False)
         assert isinstance(rule.decide(15), Restart)
         rule.restarted(15)
-        see(rule, 15, "good")
         rule.exited(80)
         assert isinstance(rule.decide(80), Restart)
         rule.restart_failed(80, "busy", gone=False, running=False)
         see(rule, 80, "fails")
         assert rule.decide(80) == Wait(81)
         assert isinstance(rule.decide(81), Restart)
+
+    def test_after_a_good_probe_the_wait_is_short_again(self) -> None:
+        rule = make(confirm_after=10)
+        for now in (60.0, 200.0):
+            see(rule, now, "fails")
+            see(rule, now + 10, "fails")
+            for wait in (1, 2, 4):
+                assert isinstance(rule.decide(now + 10), Restart)
+                rule.restart_failed(now + 10, "busy", gone=False, running=True)
+                assert not isinstance(rule.decide(now + 10 + wait - 0.1), Restart)
+                now += wait
+            see(rule, now + 10, "good")
 
 
 class TestGone:
@@ -544,6 +555,13 @@ class TestGivingUp:
         see(rule, 3001, "fails")
         assert not isinstance(rule.decide(3001), GiveUp)
 
+    def test_a_local_service_last_seen_down_is_asked_again_first(self) -> None:
+        rule = make(give_up_after=30)  # less than a period
+        see(rule, 0, "good")
+        see(rule, 60, "local down")
+        assert rule.decide(119) == Wait(120)
+        assert rule.decide(120) == Probe()
+
 
 class TestWatchingOnly:
     """`can_restart=False`: a URL that is somebody else's to keep."""
@@ -688,6 +706,7 @@ class Witness:
             self.confirmed |= self.now >= self.failed_at[0] + self.policy.confirm_after and len(self.failed_at) > 1
         else:
             self.failed_at = []
+            self.last_good = self.now  # time without a local service does not count
         if not self.gone:
             assert self.rule.decide(self.now, in_use=False) != Probe(), "two probes without a pause between them"
 

@@ -477,7 +477,9 @@ class TestHandles:
 
     async def test_a_report_brings_a_probe_forward(self, bench: Bench) -> None:
         keepalive = KeepAlive(
-            bench.client, local_url=bench.local.url, policy=POLICY.model_copy(update={"period": NEVER})
+            bench.client,
+            local_url=bench.local.url,
+            policy=POLICY.model_copy(update={"period": NEVER, "exit_poll": NEVER}),
         )
         async with running(asyncio.create_task(keepalive.run())):
             keepalive.report("connection reset")
