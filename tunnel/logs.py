@@ -15,7 +15,8 @@ class TunnelLogHandler(logging.Handler):
         try:
             message = record.getMessage()
         except (TypeError, ValueError):
-            return self.handleError(record)  # as every handler does; the SDK's own threads must not die of it
+            self.handleError(record)  # as every handler does; the SDK's own threads must not die of it
+            return
         if record.levelno < logging.WARNING and (
             record.levelno < logging.INFO or "login to server success" not in message
         ):
