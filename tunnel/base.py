@@ -184,7 +184,12 @@ class _Exposure(AbstractAsyncContextManager[str]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await run_to_end(self._close())
+        try:
+            await run_to_end(self._close())
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("%r could not be closed cleanly", self._tunnel)  # the body's own error goes on
 
     async def _supervise(self, client: TunnelClient) -> None:
         """The keepalive until the tunnel is gone. A defect in it must not leave the tunnel unwatched."""

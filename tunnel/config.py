@@ -17,6 +17,7 @@ def _public_url(url: str) -> str:
         good = (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
+            and "@" not in parts.netloc  # a password would show in reprs and logs
             and (parts.port is None or parts.port > 0)
             and not (parts.query or parts.fragment or any(mark.isspace() for mark in url))
         )

@@ -161,11 +161,16 @@ class KeepAlive:
                 url = (await self._client.restart()).rstrip("/")
             if url != self._url:
                 raise TunnelGoneError(f"the restarted client serves under another URL: {url} instead of {self._url}")
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # it is us who are cancelled, not something inside the client
             gone = isinstance(error, TunnelGoneError)
             if not isinstance(error, TunnelError | TimeoutError):
                 logger.exception("%s: restarting the client failed in an unforeseen way", self._url)
-            text = str(error) or f"no end within {self._policy.restart_timeout:g} s"
+            text = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                text = f"no end within {self._policy.restart_timeout:g} s"
             # Another URL is final though a client runs: nobody was told of it.
             running = self._client.is_running and (self._client.url or "").rstrip("/") == self._url
             self._rule.restart_failed(self._clock(), text, gone=gone, running=running)

@@ -301,6 +301,16 @@ class TestFailedRestarts:
         assert rule.decide(80) == Wait(81)
         assert isinstance(rule.decide(81), Restart)
 
+    def test_a_client_that_exits_while_its_restart_waits_does_not_shorten_the_wait(self) -> None:
+        rule = make()
+        see(rule, 60, "fails")
+        see(rule, 120, "fails")
+        assert isinstance(rule.decide(120), Restart)
+        rule.restart_failed(120, "proxy already exists", gone=False, running=True)
+        rule.exited(120.5)
+        assert rule.decide(120.5) == Wait(121)
+        assert isinstance(rule.decide(121), Restart)
+
     def test_after_a_good_probe_the_wait_is_short_again(self) -> None:
         rule = make(confirm_after=10)
         for now in (60.0, 200.0):
