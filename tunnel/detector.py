@@ -85,7 +85,7 @@ class PlainRule:
                 self._failed_restarts = 0
                 self.state = TunnelState("serving")
             return
-        if self._refused is not None and local_ok:
+        if self._refused is not None:
             self._gone = self._refused
             return
         if not local_ok:
