@@ -2,15 +2,19 @@
 
 import asyncio
 import logging
+import signal
 import sys
+from collections.abc import Coroutine
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tunnel import TunnelError
+
+T = TypeVar("T")
 
 app = typer.Typer(
     name="interception",
@@ -66,11 +70,50 @@ def demo() -> None:
             table.add_row("  why", f"{count} x {reason}")
         console.print(table)
 
-    result = asyncio.run(Demo(typer.echo).run())
+    try:
+        result = run_until_interrupted(Demo(typer.echo).run())
+    except (RuntimeError, ExceptionGroup) as error:
+        if isinstance(error, ExceptionGroup) and error.split(RuntimeError)[1] is not None:
+            raise
+        typer.echo(f"FAILED: {_reason(error)}", err=True)  # one of the demo's own processes has ended
+        raise typer.Exit(1) from None
     show(result)
     for failure in result.failures:
         typer.echo(f"FAILED: {failure}", err=True)
     raise typer.Exit(1 if result.failures else 0)
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; SIGINT and SIGTERM, however many, cancel it once, and it is left to release what it holds.
+
+    Then exits as a shell would tell it: 128 + the signal's number.
+    """
+    received: list[int] = []
+
+    async def watched() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(work)
+
+        def interrupt(number: int) -> None:
+            if not received:
+                task.cancel()
+            received.append(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number)
+        return await task
+
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + received[0] if received else 1) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first thing that went wrong, out of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
 
 
 def main() -> None:

@@ -4,11 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tunnel import CustomTunnelConfig, PrimeTunnelConfig, TunnelConfig
+from tunnel import CommandTunnelConfig, CustomTunnelConfig, PrimeTunnelConfig, SshTunnelConfig, TunnelConfig
 
 
 class BaseInterceptionConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """What all kinds share."""
+
+    # Tokens travel in some tunnels' configs, and an error must not quote them.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class InterceptionServerConfig(BaseInterceptionConfig):
@@ -42,6 +45,14 @@ class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
             raise ValueError(
                 "a custom tunnel has one URL and one port, so an elastic pool cannot make more of it: "
                 "use a static pool with one server for each URL"
+            )
+        if isinstance(tunnel, CommandTunnelConfig) and tunnel.url is not None:
+            raise ValueError(
+                "a command tunnel with a fixed url cannot be made twice: give url_pattern, or a static pool"
+            )
+        if isinstance(tunnel, SshTunnelConfig) and tunnel.remote_port != 0:
+            raise ValueError(
+                "an ssh tunnel with a fixed remote_port cannot be made twice: leave it 0, or a static pool"
             )
         return tunnel
 

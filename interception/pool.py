@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from interception.base import Interception, PoolMember, Slot
 from interception.config import (
@@ -28,13 +29,16 @@ ServerFactory = Callable[[InterceptionServerConfig], PoolMember]
 class _Pool(Interception):
     """What both pools do with their servers: start, watch, retire and stop them."""
 
-    def __init__(self, server_factory: ServerFactory | None, requires_tunnel: bool, secrets: tuple[str, ...]) -> None:
+    def __init__(self, server_factory: ServerFactory, requires_tunnel: bool, secrets: tuple[str, ...]) -> None:
         self.on_event: Callable[[TunnelEvent], None] | None = None
         """Called with each event of each server's tunnel."""
-        self._factory = server_factory or (lambda config: InterceptionServer(config, requires_tunnel, secrets))
+        if server_factory is InterceptionServer:
+            server_factory = partial(InterceptionServer, requires_tunnel=requires_tunnel, state_service_secrets=secrets)
+        self._factory = server_factory
         self._servers: list[PoolMember] = []
         self._retired: list[PoolMember] = []
-        self._stopping: dict[PoolMember, asyncio.Task[None]] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._stop_lock = asyncio.Lock()
         self._reasons: list[str] = []  # why servers were lost, in order
         self._started = False
 
@@ -57,11 +61,14 @@ class _Pool(Interception):
 
     def _tunnel_event(self, event: TunnelEvent) -> None:
         if self.on_event is not None:
-            self.on_event(event)
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("on_event failed for %s", event)
 
     def _server_changed(self, server: PoolMember) -> None:
-        if not server.healthy and server in self._servers:
-            self._servers.remove(server)
+        if not server.healthy and _has(self._servers, server):
+            self._servers = [other for other in self._servers if other is not server]
             self._retired.append(server)
             why = getattr(server, "lost", None) or "it is not healthy any more"
             self._reasons.append(f"{server.base_url}: {why}")
@@ -74,11 +81,11 @@ class _Pool(Interception):
 
     def _stop_if_empty(self, server: PoolMember) -> None:
         # Its last rollout does not wait for this, and nobody's cancellation reaches it: the task is the pool's own.
-        if server in self._retired and server.load == 0:
-            self._retired.remove(server)
+        if _has(self._retired, server) and server.load == 0:
+            self._retired = [other for other in self._retired if other is not server]
             task = asyncio.create_task(self._stop_server(server), name=f"stop retired {server.base_url}")
-            self._stopping[server] = task
-            task.add_done_callback(lambda _: self._stopping.pop(server, None))
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
 
     async def _stop_server(self, server: PoolMember) -> None:
         try:
@@ -87,13 +94,22 @@ class _Pool(Interception):
             logger.exception("a server could not be stopped cleanly")
 
     async def stop(self) -> None:
-        await run_to_end(self._stop())
+        await run_to_end(self._stop_once())
+
+    async def _stopped(self) -> None:
+        """Returns once no stop is under way."""
+        async with self._stop_lock:
+            pass
+
+    async def _stop_once(self) -> None:
+        async with self._stop_lock:  # a second caller waits for what the first one stops
+            await self._stop()
 
     async def _stop(self) -> None:
         self._started = False
         servers = self._servers + self._retired
         self._servers, self._retired = [], []
-        stopping = list(self._stopping.values())
+        stopping = list(self._stopping)
         await asyncio.gather(*(self._stop_server(server) for server in servers), *stopping)
 
 
@@ -106,7 +122,7 @@ class StaticInterceptionPool(_Pool):
         requires_tunnel: bool = False,
         state_service_secrets: tuple[str, ...] = (),
         *,
-        server_factory: ServerFactory | None = None,
+        server_factory: ServerFactory = InterceptionServer,
     ) -> None:
         super().__init__(server_factory, requires_tunnel, state_service_secrets)
         self.config = config
@@ -117,6 +133,7 @@ class StaticInterceptionPool(_Pool):
         async with self._starting:
             if self._started:
                 return
+            await self._stopped()
             try:
                 servers = self._servers = [self._make(config) for config in self.config.servers]
                 async with asyncio.TaskGroup() as starting:
@@ -168,21 +185,21 @@ class ElasticInterceptionPool(_Pool):
         requires_tunnel: bool = False,
         state_service_secrets: tuple[str, ...] = (),
         *,
-        server_factory: ServerFactory | None = None,
+        server_factory: ServerFactory = InterceptionServer,
     ) -> None:
         super().__init__(server_factory, requires_tunnel, state_service_secrets)
         self.config = config or ElasticInterceptionPoolConfig()
         self._waiters: deque[_Waiter] = deque()
-        self._starting: set[asyncio.Task[None]] = set()
-        self._warmup: asyncio.Task[None] | None = None
+        self._starting: set[asyncio.Task[Exception | None]] = set()
+        self._warmup: asyncio.Task[Exception | None] | None = None
 
     async def start(self) -> None:
         """Warms one server up. A limit (quota, credentials) is raised; another failure is tried again by `acquire`."""
+        await self._stopped()
         if self._warmup is None:
             self._started = True
-            self._warmup = asyncio.create_task(self._start_server(), name="start the first interception server")
+            self._warmup = asyncio.create_task(self._grow(), name="start the first interception server")
             self._starting.add(self._warmup)
-            self._warmup.add_done_callback(self._starting.discard)
         warmup = self._warmup
         try:
             await asyncio.wait([warmup])
@@ -191,7 +208,7 @@ class ElasticInterceptionPool(_Pool):
             raise
         if warmup.cancelled():
             raise TunnelError("the pool was stopped while it started")
-        error = warmup.exception()
+        error = warmup.result()
         if isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError):
             logger.warning("the first server could not be started, the first rollout tries again: %s", error)
         elif error is not None:
@@ -255,7 +272,8 @@ class ElasticInterceptionPool(_Pool):
             while len(self._waiters) > len(self._starting) * self.config.multiplex:
                 self._waiters.pop().seat.set_exception(_told_anew(failure))
 
-    async def _grow(self) -> None:
+    async def _grow(self) -> Exception | None:
+        """Start a server and seat who waits for it; why it could not be started, if so."""
         failure: Exception | None = None
         try:
             await self._start_server()
@@ -267,6 +285,7 @@ class ElasticInterceptionPool(_Pool):
             assert task is not None
             self._starting.discard(task)
         self._balance(failure=failure)
+        return failure
 
     async def _start_server(self) -> None:
         server = self._make(InterceptionServerConfig(tunnel=self.config.tunnel))
@@ -301,6 +320,13 @@ def make_interception(
             return StaticInterceptionPool(config, requires_tunnel, state_service_secrets)
         case ElasticInterceptionPoolConfig():
             return ElasticInterceptionPool(config, requires_tunnel, state_service_secrets)
+        case _:
+            raise TypeError(f"not an interception config: {type(config).__name__}")
+
+
+def _has(servers: list[PoolMember], server: PoolMember) -> bool:
+    """By identity: members need neither be hashable nor differ."""
+    return any(other is server for other in servers)
 
 
 def _told_anew(failure: Exception) -> TunnelError:

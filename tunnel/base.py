@@ -21,6 +21,11 @@ logger = logging.getLogger("tunnel")
 IDLE = TunnelState("idle")
 
 
+def in_url(host: str) -> str:
+    """A host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class Tunnel(ABC):
     """Makes a local port reachable under a public URL, and keeps it serving. Cheap: holds its config until `expose`."""
 
@@ -57,12 +62,18 @@ class Tunnel(ABC):
         return _Exposure(self, port)
 
     @property
+    def local_host(self) -> str:
+        """Where the local service is asked; a server on all interfaces is on loopback too."""
+        return "127.0.0.1" if self.bind_host in ("", "0.0.0.0", "::") else in_url(self.bind_host)
+
+    @property
     def url(self) -> str | None:
         """The public URL while exposed."""
         return self._url
 
     @property
     def state(self) -> TunnelState:
+        """Where it stands, and why."""
         return self._state
 
     @property
@@ -195,7 +206,7 @@ class _Exposure(AbstractAsyncContextManager[str]):
         """The keepalive until the tunnel is gone. A defect in it must not leave the tunnel unwatched."""
         while True:
             try:
-                await self._tunnel._keep(client, f"http://127.0.0.1:{self._port}")
+                await self._tunnel._keep(client, f"http://{self._tunnel.local_host}:{self._port}")
             except TunnelGoneError as error:
                 return self._tunnel._set_gone(error)
             except Exception:

@@ -24,14 +24,16 @@ def _public_url(url: str) -> str:
     except ValueError:  # a port that is no number, or too large
         good = False
     if not good:
-        raise ValueError(f"{url!r} is not a URL that agents could call: write http://HOST[:PORT] or https://HOST")
+        # It is not quoted back: a password may stand in it.
+        raise ValueError("not a URL that agents could call: write http://HOST[:PORT] or https://HOST, no more")
     return url.rstrip("/")
 
 
 class BaseTunnelConfig(BaseModel):
     """What all kinds share. Frozen: one config may serve many tunnels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Tokens travel in some fields, and an error must not quote them.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     policy: KeepAlivePolicy = KeepAlivePolicy()
     """When to probe, to restart and to give up."""
@@ -169,3 +171,5 @@ def make_tunnel(config: TunnelConfig) -> Tunnel:
             from tunnel.command import CommandTunnel
 
             return CommandTunnel(config)
+        case _:
+            raise TypeError(f"not a tunnel config: {type(config).__name__}")

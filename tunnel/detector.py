@@ -163,6 +163,8 @@ class PlainRule:
         if self._gone is not None:
             return self._give_up(self._gone)
         until = self._next_probe
+        if not in_use:
+            self._last_good = max(self._last_good, now)  # nobody waits: that time is not held against the URL
         if self._policy.give_up_after is not None and self._answered and self._can_restart:
             deadline = self._last_good + self._policy.give_up_after
             if now >= deadline and in_use and self._local_ok and self.state.name != "serving":

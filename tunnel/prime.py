@@ -1,11 +1,13 @@
 """Prime's tunnels: the prime-tunnel SDK (frpc), set up and torn down without leaving anything behind."""
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
 import secrets
 import subprocess
+import weakref
 from pathlib import Path
 
 import prime_tunnel
@@ -18,7 +20,7 @@ from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
 from tunnel.health import HEALTH_PATH
 from tunnel.keepalive import TunnelClient
 from tunnel.logs import install_log_handler
-from tunnel.teardown import cancel_and_wait, run_to_end
+from tunnel.teardown import cancel_and_wait, protected, run_to_end
 
 logger = logging.getLogger("tunnel")
 
@@ -31,7 +33,11 @@ PROXY_VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "al
 
 
 class PrimeTunnel(Tunnel):
-    """A tunnel of Prime's service. Missing credentials are a `TunnelLimitError` when it is made."""
+    """A tunnel of Prime's service. Missing credentials are a `TunnelLimitError` when it is made.
+
+    With `keepalive="sdk"` the SDK keeps it serving by itself: of that, only its end is seen here (`gone`); `state`
+    stays `serving` meanwhile, and `report` and `give_up_after` have nothing to act on.
+    """
 
     def __init__(self, config: PrimeTunnelConfig | None = None) -> None:
         config = config or PrimeTunnelConfig()
@@ -43,6 +49,12 @@ class PrimeTunnel(Tunnel):
             raise TunnelError(f"the Prime profile cannot be read: {error}") from error
         if not api_key:
             raise TunnelLimitError("no Prime credentials: set PRIME_API_KEY or run `prime login`")
+        if api_key != api_key.strip() or not (api_key.isascii() and api_key.isprintable()):
+            # The HTTP library would refuse it, and quote it.
+            raise TunnelLimitError(
+                "the Prime key (PRIME_API_KEY or `prime login`) has white space around it or characters that no key "
+                "has: is there a line break at its end?"
+            )
         if config.keepalive == "sdk" and not hasattr(prime_tunnel.Tunnel, "keep_serving"):
             raise TunnelError(
                 f"prime-tunnel {prime_tunnel.__version__} has no keep_serving (it came with 0.1.16): "
@@ -84,7 +96,8 @@ class PrimeTunnel(Tunnel):
             connection_timeout=self.config.connection_timeout,
         )
         client = _Client(sdk, label, self.config.stop_timeout)
-        starting = asyncio.ensure_future(sdk.start())
+        _live.add(client)
+        starting = protected(sdk.start())
         try:
             await asyncio.wait([starting])
         except asyncio.CancelledError:
@@ -97,6 +110,7 @@ class PrimeTunnel(Tunnel):
         except Exception as error:
             # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
             await run_to_end(client.delete_registrations())
+            _live.discard(client)
             if isinstance(invalid := error.__cause__, ValidationError):
                 # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
                 raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
@@ -168,6 +182,15 @@ class _Client:
         self._remove_config_file()
         # sync_stop swallows a delete that failed.
         await self.delete_registrations(deadline, known)
+        _live.discard(self)
+
+    def stop_at_exit(self) -> None:
+        """What can still be done when the interpreter ends and nobody stopped it."""
+        if self._process is not None:
+            self._process.kill()
+        with contextlib.suppress(Exception):
+            self.sdk.sync_stop()
+        self._remove_config_file()
 
     async def abandon(self, starting: "asyncio.Task[str]") -> None:
         """Be rid of a tunnel whose start is no longer wanted."""
@@ -187,6 +210,7 @@ class _Client:
         else:
             self._remove_config_file()
             await self.delete_registrations(known=known)
+            _live.discard(self)
 
     async def delete_registrations(self, deadline: float | None = None, known: str | None = None) -> None:
         """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log.
@@ -247,6 +271,16 @@ class _Client:
         if config_file is not None:
             with contextlib.suppress(OSError):
                 config_file.unlink()
+
+
+_live: "weakref.WeakSet[_Client]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_what_is_left() -> None:
+    """A program that ends without leaving its `expose` would leave frpc running and the token on disk."""
+    for client in list(_live):
+        client.stop_at_exit()
 
 
 async def _break_off(restarting: "asyncio.Task[str]", old: "subprocess.Popen[str] | None") -> None:

@@ -34,6 +34,8 @@ class TunnelEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanged(TunnelEvent):
+    """Its state went from `before` to `after`."""
+
     before: TunnelState
     after: TunnelState
 
@@ -48,6 +50,8 @@ class Restarted(TunnelEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartFailed(TunnelEvent):
+    """A restart wanted for `reason` failed with `error`; it is tried again, unless the tunnel is gone."""
+
     reason: str
     error: str
 

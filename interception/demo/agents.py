@@ -1,14 +1,16 @@
 """The parent's end of the demo's harness process."""
 
 import asyncio
-import sys
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
 
 from interception.base import Slot
+from interception.demo.modules import start_module
 from tunnel.teardown import cancel_and_wait, run_to_end
+
+ENDED_EARLY = "the demo's harness process ended early"
 
 END_TIMEOUT = 3.0
 """Seconds for the process to end by itself."""
@@ -34,14 +36,7 @@ class AgentProcess:
         self._plays: dict[int, Play] = {}
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "interception.demo.agent",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C is for us, who end it in order
-        )
+        self._process = await start_module("interception.demo.agent")
         self._listener = asyncio.create_task(self._listen(self._process))
         return self
 
@@ -59,6 +54,8 @@ class AgentProcess:
         self, play: Play, rollout: int, slot: Slot, *, dialect: str, streamed: bool, turns: int, pause: float
     ) -> str | None:
         """Plays one rollout and returns what went wrong, if anything did; `play` fills up meanwhile."""
+        if self._listener is None or self._listener.done():
+            return ENDED_EARLY
         self._plays[rollout] = play
         self._tell(
             do="play",
@@ -98,7 +95,7 @@ class AgentProcess:
                 play.ended.set_result(fact["error"])
         for play in self._plays.values():
             if not play.ended.done():
-                play.ended.set_result("the demo's harness process ended early")
+                play.ended.set_result(ENDED_EARLY)
 
     async def _end(self) -> None:
         if self._process is None or self._listener is None:

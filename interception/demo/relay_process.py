@@ -5,19 +5,18 @@ import contextlib
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import asyncssh
 
+from interception.demo.modules import start_module
 from tunnel.teardown import run_to_end
 
 START_TIMEOUT = 30.0  # seconds; an interpreter and its imports on a busy machine
 ANSWER_TIMEOUT = 10.0
 END_TIMEOUT = 5.0
-ROOT = Path(__file__).parents[2]  # where this very package lies
 
 
 class RelayProcess:
@@ -82,17 +81,7 @@ class RelayProcess:
     # -- parts ---------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # a folder of our name where the user stands must not be taken for this package
-            "-m",
-            "interception.demo.relay",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for us, who then end it in our own order
-        )
+        self._process = await start_module("interception.demo.relay")
         ready = await self._read(START_TIMEOUT)
         self._port = ready["port"]
         self.known_hosts.write_text(ready["known_hosts"] + "\n")

@@ -34,7 +34,15 @@ from tests.interception.fakes import (
     seated,
     settle,
 )
-from tunnel import HEALTH_PATH, CustomTunnelConfig, TunnelError, TunnelEvent, TunnelGoneError, TunnelLimitError
+from tunnel import (
+    HEALTH_PATH,
+    CommandTunnelConfig,
+    CustomTunnelConfig,
+    TunnelError,
+    TunnelEvent,
+    TunnelGoneError,
+    TunnelLimitError,
+)
 
 __all__ = ["hangs_are_failures"]
 pytestmark = pytest.mark.usefixtures("hangs_are_failures")
@@ -198,6 +206,18 @@ class TestFailedGrowth:
             rollout = Rollout(pool)
             await seated(rollout)
             await rollout.leave()
+
+    async def test_who_waits_while_the_warm_up_fails_is_told_why(self) -> None:
+        failing = FakeMember(error=TunnelError("a blip"), held=True)
+        pool = elastic(FakeMembers(failing))
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: failing.starts)
+        rollout = Rollout(pool)
+        failing.may_start.set()
+        await starting
+        with pytest.raises(TunnelError, match="a blip"):
+            await rollout.task
+        await pool.stop()
 
     async def test_a_limit_at_the_warm_up_is_raised_from_start(self) -> None:
         failing = FakeMember(error=TunnelLimitError("maximum number of tunnels"))
@@ -950,3 +970,15 @@ def free_port() -> int:
 
 def test_a_gone_tunnel_is_a_tunnel_error() -> None:
     assert issubclass(TunnelGoneError, TunnelError)
+
+
+class TestTheDefaultFactory:
+    async def test_given_by_name_it_is_the_default_and_binds_the_other_arguments(self) -> None:
+        tunnel = CommandTunnelConfig(command=("no-such-program",), url_pattern="x")
+        config = ElasticInterceptionPoolConfig(tunnel=tunnel)
+        pool = ElasticInterceptionPool(config, requires_tunnel=True, server_factory=InterceptionServer)
+        await pool.start()  # the failure is told, and tried again by the first rollout
+        with pytest.raises(TunnelError, match="no-such-program"):
+            async with pool.acquire(new_session()):
+                pass
+        await pool.stop()

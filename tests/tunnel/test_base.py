@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from multidict import CIMultiDict
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from interception import ElasticInterceptionPoolConfig, InterceptionServerConfig, StaticInterceptionPoolConfig
 from tests.helpers import Switch, until
@@ -787,3 +787,38 @@ class TestPolicy:
     def test_a_figure_that_makes_no_sense_is_an_error(self, fields: dict[str, Any]) -> None:
         with pytest.raises(ValidationError):
             KeepAlivePolicy(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "command", "command": ["frpc"], "env": {"TOKEN": "sekrit"}},
+        {"type": "command", "command": "frpc --token sekrit", "url_pattern": "x"},
+        {"type": "custom", "url": "http://user:sekrit@agents.example", "port": 80},
+    ],
+    ids=["env", "command", "url"],
+)
+def test_a_config_that_is_refused_does_not_quote_its_tokens(fields: dict[str, Any]) -> None:
+    kinds: dict[str, type[BaseModel]] = {"command": CommandTunnelConfig, "custom": CustomTunnelConfig}
+    for model, given in ((kinds[fields["type"]], fields), (InterceptionServerConfig, {"tunnel": fields})):
+        with pytest.raises(ValidationError) as refusal:
+            model.model_validate(given)
+        assert "sekrit" not in str(refusal.value)
+
+
+def test_what_is_no_config_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="dict"):
+        make_tunnel({"type": "prime"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tunnel",
+    [
+        SshTunnelConfig(host="relay.example", remote_port=8080),
+        CommandTunnelConfig(command=("frpc",), url="https://agents.example"),
+    ],
+    ids=["fixed port", "fixed url"],
+)
+def test_a_tunnel_that_cannot_be_made_twice_is_nothing_for_an_elastic_pool(tunnel: Any) -> None:
+    with pytest.raises(ValidationError, match="cannot be made twice"):
+        ElasticInterceptionPoolConfig(tunnel=tunnel)

@@ -551,11 +551,12 @@ class TestGivingUp:
         see(rule, 100_000, "good")
         assert rule.decide(100_000) == Wait(100_060)
 
-    def test_somebody_who_comes_late_finds_it_given_up(self) -> None:
+    def test_the_time_in_which_nobody_used_it_does_not_count(self) -> None:
         rule = make(confirm_after=10_000)
         see(rule, 0, "good")
         assert follow(rule, 0, "fails", until=2000, in_use=False)[1] is None
-        assert isinstance(rule.decide(2001, in_use=True), GiveUp)
+        assert not isinstance(rule.decide(2001, in_use=True), GiveUp)
+        assert isinstance(follow(rule, 2001, "fails", until=3000)[1], GiveUp)
 
     def test_the_time_in_which_the_local_service_was_down_does_not_count(self) -> None:
         # The URL was asked a moment before the local service came back: that is no 600 s of a dead URL.

@@ -703,3 +703,13 @@ async def worst_gap(work: Awaitable[object]) -> float:
         last, worst = now, max(worst, now - last)
     await task
     return worst
+
+
+@pytest.mark.parametrize("key", ["sekrit-0123456789\n", " sekrit-0123456789", "sekrit-0123456789\r\n", "sekrit-é"])
+def test_a_key_that_no_request_could_carry_is_refused_without_being_quoted(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("PRIME_API_KEY", key)
+    with pytest.raises(TunnelLimitError, match="PRIME_API_KEY") as refusal:
+        PrimeTunnel()
+    assert "sekrit" not in str(refusal.value)
