@@ -1,0 +1,161 @@
+"""Server-sent events, read from bytes in any chunking and written. No I/O: bytes go in, events come out."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+Json = dict[str, Any]
+
+BOM: Final = b"\xef\xbb\xbf"
+_UNREAD: Final[Any] = object()
+
+
+def loads(text: str | bytes) -> Any:
+    """The JSON value of `text`; NaN and Infinity, which engines write into logprobs, are numbers too. ValueError."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError("the JSON is nested too deeply") from None
+
+
+def dumps(value: Any) -> bytes:
+    """`value` as JSON on one line; NaN and Infinity become null. ValueError if it cannot be written."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        # It writes no integers beyond 64 bits, no lone surrogates and no nesting of 255, all of which `loads` reads.
+        try:
+            return json.dumps(value).encode()
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"this cannot be written as JSON: {error}") from error
+
+
+def sse(payload: Json, *, named: bool = False) -> bytes:
+    """One event with `payload` as its data; `named`: called after the payload's `type`."""
+    name = f"event: {payload['type']}\n".encode() if named else b""
+    return name + b"data: " + dumps(payload) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class SseEvent:
+    """One event, or a block without data (comments, a lone blank line), in which `data` is None."""
+
+    raw: bytes
+    """Its bytes, blank line included: all events' `raw` in a row are the stream."""
+    event: str | None = None
+    data: str | None = None
+    """Lines joined by a newline; what is not UTF-8 is replaced."""
+    id: str | None = None
+    complete: bool = True
+    """False for the rest of a stream that ends without a blank line: SDKs drop such an event, and what is sent after
+    its `raw` would become a part of it."""
+    _json: Any = field(default=_UNREAD, init=False, repr=False, compare=False)
+
+    @property
+    def json(self) -> Json | None:
+        """`data` as a JSON object, parsed once; None if it is none."""
+        if self._json is _UNREAD:
+            value = None
+            if self.data is not None:
+                try:
+                    value = loads(self.data)
+                except ValueError:
+                    value = None
+            object.__setattr__(self, "_json", value if isinstance(value, dict) else None)
+        return self._json  # type: ignore[no-any-return]
+
+
+class SseParser:
+    """Cuts a stream into events. Lines end with LF, CRLF or CR; how the bytes are chunked makes no difference.
+
+    The time is linear in the bytes, for an event of any size in chunks of any size.
+    """
+
+    def __init__(self) -> None:
+        self._raw = bytearray()  # of the block so far
+        self._line = 0  # where its current line starts
+        self._held = b""  # a CR at the end of the chunk: it may be half of a CRLF
+        # The last event ended with a lone CR, at once; an LF now would still be of that line end.
+        self._after_cr = False
+        self._started = False
+        self._bom = b""  # of the stream, while its first block is read
+
+    def feed(self, chunk: bytes) -> list[SseEvent]:
+        """The events that `chunk` completes."""
+        events: list[SseEvent] = []
+        pieces = (self._held + chunk).splitlines(keepends=True)
+        self._held = b""
+        for number, piece in enumerate(pieces, 1):
+            self._take(piece, number == len(pieces), events)
+        return events
+
+    def end(self) -> list[SseEvent]:
+        """The rest at the end of the stream, if any: an event that is cut short, or lacks only its blank line."""
+        blank = bool(self._held) and self._line == len(self._raw)
+        self._raw += self._held
+        self._held = b""
+        return [self._cut(complete=blank)] if self._raw else []
+
+    def _take(self, piece: bytes, last: bool, events: list[SseEvent]) -> None:
+        text = piece.rstrip(b"\r\n")  # a piece has one line end, at most
+        line_end = piece[len(text) :]
+        after_cr, self._after_cr = self._after_cr, False
+        if after_cr and piece == b"\n":
+            self._raw += piece
+            self._line = len(self._raw)
+            return
+        self._raw += text
+        if not self._started and len(self._raw) >= len(BOM):
+            self._started = True
+            if self._raw.startswith(BOM):
+                self._bom = BOM
+                self._line = len(BOM)
+        blank = self._line == len(self._raw)
+        if blank and line_end.startswith(b"\r") and self._raw.endswith(b"\r"):
+            # A stream of lone CRs, whose events must not wait for what follows. Decided by the bytes before alone,
+            # so that chunks make no difference: an LF, should one follow, goes to the next block.
+            self._raw += b"\r"
+            events.append(self._cut())
+            self._raw += line_end[1:]
+            self._line = len(self._raw)
+            self._after_cr = last and line_end == b"\r"
+        elif last and line_end == b"\r":
+            self._held = line_end
+        elif line_end:
+            self._raw += line_end
+            self._line = len(self._raw)
+            if blank:
+                events.append(self._cut())
+
+    def _cut(self, complete: bool = True) -> SseEvent:
+        event = _read(bytes(self._raw), self._bom, complete)
+        self._raw.clear()
+        self._line = 0
+        self._started = True
+        self._bom = b""
+        return event
+
+
+def _read(raw: bytes, bom: bytes, complete: bool) -> SseEvent:
+    name: bytes | None = None
+    id: bytes | None = None
+    data: list[bytes] = []
+    for line in raw.removeprefix(bom).splitlines():
+        field_name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field_name == b"data":
+            data.append(value)
+        elif field_name == b"event":
+            name = value
+        elif field_name == b"id" and b"\0" not in value:
+            id = value
+    return SseEvent(raw, _text(name), _text(b"\n".join(data) if data else None), _text(id), complete)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")
