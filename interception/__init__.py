@@ -8,10 +8,14 @@ from interception.config import (
     InterceptionServerConfig,
     StaticInterceptionPoolConfig,
 )
+from interception.hooks import Hook, StopRollout
+from interception.limits import RolloutLimits
+from interception.policy import ServingPolicy
 from interception.pool import ElasticInterceptionPool, StaticInterceptionPool, make_interception
 from interception.server import InterceptionServer
-from interception.session import RolloutSession, Upstream
+from interception.session import InterceptionError, RolloutSession, Upstream
 from interception.trace import Attempt, Trace, Turn
+from interception.usage import Usage
 
 __all__ = [
     "CALL_ID_HEADER",
@@ -20,17 +24,23 @@ __all__ = [
     "BaseInterceptionConfig",
     "ElasticInterceptionPool",
     "ElasticInterceptionPoolConfig",
+    "Hook",
     "Interception",
     "InterceptionConfig",
+    "InterceptionError",
     "InterceptionServer",
     "InterceptionServerConfig",
     "PoolMember",
+    "RolloutLimits",
     "RolloutSession",
+    "ServingPolicy",
     "Slot",
     "StaticInterceptionPool",
     "StaticInterceptionPoolConfig",
+    "StopRollout",
     "Trace",
     "Turn",
     "Upstream",
+    "Usage",
     "make_interception",
 ]

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from interception.policy import ServingPolicy
 from tunnel import CommandTunnelConfig, CustomTunnelConfig, PrimeTunnelConfig, SshTunnelConfig, TunnelConfig
 
 
@@ -19,6 +20,8 @@ class InterceptionServerConfig(BaseInterceptionConfig):
 
     type: Literal["server"] = "server"
     tunnel: TunnelConfig = PrimeTunnelConfig()
+    serving: ServingPolicy = ServingPolicy()
+    """How answers are served and how long they are kept."""
     bind_host: str | None = None
     """Where it listens when no tunnel is required, for sandboxes that are containers on this host. None: loopback."""
 
@@ -37,6 +40,8 @@ class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
     multiplex: int = Field(32, ge=1)
     """Rollouts that share a server and its tunnel."""
     tunnel: TunnelConfig = PrimeTunnelConfig()
+    serving: ServingPolicy = ServingPolicy()
+    """How answers are served and how long they are kept."""
 
     @field_validator("tunnel")
     @classmethod

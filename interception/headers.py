@@ -1,6 +1,6 @@
 """Which headers cross the server, and which end at it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 HOP_BY_HOP = frozenset(
     {
@@ -23,22 +23,26 @@ AUTH = frozenset({"authorization", "x-api-key", "api-key"})
 OURS = frozenset({"digest", "content-digest", "repr-digest", "content-md5", "idempotency-key"})
 
 
-def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> Iterator[tuple[str, str]]:
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    for name, value in headers.items():
-        lowered = name.lower()
+def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:
+    items = [(name, name.lower(), value) for name, value in headers.items()]
+    named = {word.strip().lower() for _, name, value in items if name == "connection" for word in value.split(",")}
+    crossing: dict[str, tuple[str, str]] = {}
+    for name, lowered, value in items:
         if lowered not in dropped and lowered not in named and not lowered.startswith("x-forwarded-"):
-            yield name, value
+            # One that is repeated says the same as a list (of cookies, which have no lists, the last one stays).
+            known = crossing.get(lowered) if lowered != "set-cookie" else None
+            crossing[lowered] = (name, value) if known is None else (known[0], f"{known[1]}, {value}")
+    return dict(crossing.values())
 
 
 def to_upstream(headers: Mapping[str, str]) -> dict[str, str]:
     """A harness's headers as they are forwarded: feature headers go through, ours and the hop's own do not."""
-    return dict(_crossing(headers, HOP_BY_HOP | FRAMING | AUTH | OURS))
+    return _crossing(headers, HOP_BY_HOP | FRAMING | AUTH | OURS)
 
 
 def to_client(headers: Mapping[str, str]) -> dict[str, str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""
-    return dict(_crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding"})))
+    return _crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding"}))
 
 
 def secret_of(headers: Mapping[str, str]) -> str:

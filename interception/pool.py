@@ -161,6 +161,8 @@ class StaticInterceptionPool(_Pool):
     def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
+        if not isinstance(session, RolloutSession):
+            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
         plan = place([ServerView(server.load, server.serving) for server in self._servers], 1, capacity=None)
         if not plan.assign:
             raise TunnelError("no server of the pool is left: " + "; ".join(self._reasons))
@@ -189,6 +191,8 @@ class ElasticInterceptionPool(_Pool):
     ) -> None:
         super().__init__(server_factory, requires_tunnel, state_service_secrets)
         self.config = config or ElasticInterceptionPoolConfig()
+        if not isinstance(self.config, ElasticInterceptionPoolConfig):
+            raise TypeError(f"not an ElasticInterceptionPoolConfig: {type(config).__name__}")
         self._waiters: deque[_Waiter] = deque()
         self._starting: set[asyncio.Task[Exception | None]] = set()
         self._warmup: asyncio.Task[Exception | None] | None = None
@@ -228,6 +232,8 @@ class ElasticInterceptionPool(_Pool):
     async def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
+        if not isinstance(session, RolloutSession):
+            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
         waiter = _Waiter(session)
         self._waiters.append(waiter)
         self._balance()
@@ -288,7 +294,7 @@ class ElasticInterceptionPool(_Pool):
         return failure
 
     async def _start_server(self) -> None:
-        server = self._make(InterceptionServerConfig(tunnel=self.config.tunnel))
+        server = self._make(InterceptionServerConfig(tunnel=self.config.tunnel, serving=self.config.serving))
         try:
             await server.start()
         except BaseException:

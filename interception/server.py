@@ -2,39 +2,42 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 import secrets
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+import weakref
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
-import aiohttp
-import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from interception.base import CALL_ID_HEADER, Interception, Slot
+from interception.base import Interception, Slot
 from interception.config import InterceptionServerConfig
-from interception.dialects import CHAT, DIALECTS, Dialect
-from interception.headers import secret_of, to_client, to_upstream
+from interception.routes import Routes
 from interception.session import RolloutSession
-from interception.trace import Attempt, Turn
-from interception.turn import Exchange, Failure
+from interception.trace import Trace
 from interception.upstream import UpstreamClients
-from tunnel import HEALTH_PATH, IDENTITY_HEADER, StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
+from tunnel import StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
+from tunnel.base import in_url
 from tunnel.teardown import run_to_end
 
 logger = logging.getLogger("interception")
+http_logger = logging.getLogger("interception.http")
 
-BODY_CAP = 256 * 1024**2
-"""Bytes of one request body, decoded. Parsers hold the GIL: 200 MB stall the loop for 0.2 to 0.7 s."""
+
+def _no_stranger(record: logging.LogRecord) -> bool:
+    # What is no HTTP is answered with 400. aiohttp logs it as an error, too, and quotes it, secrets and all.
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+http_logger.addFilter(_no_stranger)
 
 SHUTDOWN_TIMEOUT = 1.0
 """Seconds that answers being written get when the server stops; its sessions are released by then."""
 
-MODELS_TIMEOUT = 30.0
-"""Seconds for the upstream's model list."""
+RELEASED_KEPT = 4096
+"""Secrets of rollouts that are over whose late calls are still counted, for each server."""
 
 
 class InterceptionServer(Interception):
@@ -60,7 +63,9 @@ class InterceptionServer(Interception):
         self._base_url: str | None = None
         self._sessions: dict[tuple[str, str], RolloutSession] = {}
         self._by_secret: dict[bytes, RolloutSession] = {}
-        self._upstreams = UpstreamClients()
+        # Weakly: a trace that nobody else keeps has nobody to read the count of its late calls.
+        self._released: OrderedDict[bytes, weakref.ref[Trace]] = OrderedDict()
+        self.upstreams = UpstreamClients()
         self._stack = AsyncExitStack()
         self._lifecycle = asyncio.Lock()
         self._started = False
@@ -68,9 +73,12 @@ class InterceptionServer(Interception):
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        """Listens, and is exposed through its tunnel if one is required; `TunnelError` if either cannot be."""
         async with self._lifecycle:
             if self._started:
                 return
+            if self.lost is not None:
+                raise TunnelError(f"this server is not started again, make a new one: {self.lost}")
             try:
                 await self._start()
             except BaseException:
@@ -79,6 +87,7 @@ class InterceptionServer(Interception):
             self._started = True
 
     async def stop(self) -> None:
+        """Ends what runs on it and releases everything; rollouts still on it end with a `TunnelError`."""
         await run_to_end(self._stop())
 
     async def _stop(self) -> None:
@@ -89,20 +98,29 @@ class InterceptionServer(Interception):
     async def _start(self) -> None:
         self._stack = AsyncExitStack()
         tunnel = self.tunnel
-        self._stack.push_async_callback(self._upstreams.close)
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT)
+        self._stack.push_async_callback(self.upstreams.close)
+        runner = web.AppRunner(
+            Routes(self).app(),
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_TIMEOUT,
+            # Bodies are decoded and drained by us (see `inbound`): aiohttp would log a defect of ours where it comes
+            # upon one that is malformed.
+            auto_decompress=False,
+            lingering_time=0,
+            logger=http_logger,
+        )
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         host = tunnel.bind_host if tunnel else self.config.bind_host or "127.0.0.1"
         site = web.TCPSite(runner, host, tunnel.bind_port if tunnel else 0)
         try:
             await run_to_end(site.start())
-        except OSError as error:
-            raise TunnelError(f"the server cannot listen: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # no such address, or no host name at all
+            raise TunnelError(f"the server cannot listen on {host}: {error}") from error
         port = runner.addresses[0][1]
         if tunnel is None:
             # A wildcard address is for containers of this host; on the host itself it is loopback.
-            self._base_url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+            self._base_url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else in_url(host)}:{port}"
             return
         tunnel.on_event = self._tunnel_event
         tunnel.on_gone = self._tunnel_gone
@@ -113,12 +131,14 @@ class InterceptionServer(Interception):
         for session in list(self._sessions.values()):
             session.fail(TunnelError("the interception server was stopped"))
             self._release(session, "the interception server was stopped")
+        self._base_url = None
         await self._stack.aclose()
 
     # -- what a pool asks ----------------------------------------------------------------------
 
     @property
     def base_url(self) -> str:
+        """Its URL for harnesses, no trailing slash; `RuntimeError` while it is not started."""
         if self._base_url is None:
             raise RuntimeError("the interception server has no URL yet: start it first")
         return self._base_url
@@ -140,13 +160,25 @@ class InterceptionServer(Interception):
 
     @property
     def load(self) -> int:
+        """Rollouts registered and not yet unregistered."""
         return len(self._sessions)
 
     def register(self, session: RolloutSession) -> tuple[str, str]:
+        """The model secret and the state secret of a new rollout.
+
+        `TunnelError` when not healthy, `ValueError` for a session that was used before.
+        """
+        if not isinstance(session, RolloutSession):
+            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
         if session.registered:
             raise ValueError(f"session {session.id} has been used already: make a new one for each rollout")
+        if session.streaming == "live" and session.on_response:
+            raise ValueError(
+                "on_response hooks see an answer before the harness does, so its streams cannot be live: "
+                "leave streaming at 'auto'"
+            )
         session.registered = True
         pair = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[pair] = session
@@ -157,14 +189,15 @@ class InterceptionServer(Interception):
         """The rollout is over: its calls are ended and its secrets refused. Unknown or repeated: nothing happens."""
         session = self._sessions.pop((model_secret, state_secret), None)
         if session is not None:
-            self._by_secret.pop(_digest(model_secret), None)
-            session.release("the rollout is over")
+            self._release(session, "the rollout is over")
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
+        """See `Interception.acquire`; `RuntimeError` while it is not started."""
+        base_url = self.base_url
         pair = self.register(session)
         try:
-            yield Slot(self.base_url, *pair)
+            yield Slot(base_url, *pair)
         finally:
             self.unregister(*pair)
         raise_if_lost(session)
@@ -178,7 +211,10 @@ class InterceptionServer(Interception):
 
     def _tunnel_event(self, event: TunnelEvent) -> None:
         if self.on_event is not None:
-            self.on_event(event)
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("on_event failed for %s", event)
         if isinstance(event, StateChanged):
             self._changed()
 
@@ -198,130 +234,25 @@ class InterceptionServer(Interception):
         session.release(reason)
         for digest in [digest for digest, owner in self._by_secret.items() if owner is session]:
             del self._by_secret[digest]
+            self._released[digest] = weakref.ref(session.trace)
+        while len(self._released) > RELEASED_KEPT:
+            self._released.popitem(last=False)
 
     def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
-    # -- routes --------------------------------------------------------------------------------
+    # -- what its routes ask -------------------------------------------------------------------
 
-    def _app(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_CAP, middlewares=[self._arrival])
-        app.router.add_get(HEALTH_PATH, self._health)
-        app.router.add_get("/v1/models", self._models)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.path, self._call_handler(dialect))
-        return app
-
-    @web.middleware
-    async def _arrival(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if self.tunnel is not None:
-            self.tunnel.note_arrival(request.headers)
-        return await handler(request)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok", headers={IDENTITY_HEADER: self.identity})
-
-    def _admit(self, request: web.Request) -> RolloutSession | None:
-        secret = secret_of(request.headers)
-        return self._by_secret.get(_digest(secret)) if secret else None
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        session = self._admit(request)
-        if session is None:
-            return _refusal(CHAT, Failure(401, UNKNOWN_SECRET))
-        upstream = session.upstream
-        headers = {**to_upstream(request.headers), **_upstream_auth(session, CHAT)}
-        try:
-            async with (
-                asyncio.timeout(MODELS_TIMEOUT),
-                self._upstreams.request(
-                    upstream, "GET", CHAT.url(upstream.base_url, "/v1/models"), headers=headers
-                ) as answer,
-            ):
-                return web.Response(status=answer.status, body=await answer.read(), headers=to_client(answer.headers))
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            logger.warning("no model list from %s: %s", upstream.base_url, error or type(error).__name__)
-            return _refusal(CHAT, Failure(502, f"no model list from the upstream {upstream.base_url}"))
-
-    def _call_handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            call_id = uuid.uuid4().hex
-            try:
-                return await self._call(request, dialect, call_id)
-            except Failure as failure:
-                return _refusal(dialect, failure, call_id)
-
-        return handle
-
-    async def _call(self, request: web.Request, dialect: Dialect, call_id: str) -> web.StreamResponse:
-        session = self._admit(request)
-        if session is None:
-            raise Failure(401, UNKNOWN_SECRET)
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Failure(413, f"the request body is over {BODY_CAP // 1024**2} MiB") from None
-        except (ConnectionError, web.RequestPayloadError) as error:
-            raise Failure(400, "the request body did not arrive whole") from error
-        if session.released:
-            raise Failure(409, "the rollout is over", {"x-should-retry": "false"})
-        asked, body = _override(body, session)
-        streamed = asked.get("stream") is True
-        exchange = self._begin(request, session, dialect, call_id, body, streamed=streamed)
-        head = await exchange.answer()
-        headers = {**to_client(head.headers), CALL_ID_HEADER: call_id}
-        if not streamed or head.status >= 300:
-            return web.Response(status=head.status, body=await exchange.body(), headers=headers)
-        response = web.StreamResponse(status=head.status, headers=headers)
-        try:
-            await response.prepare(request)
-            async for chunk in exchange.chunks():
-                await response.write(chunk)
-            await response.write_eof()
-        except Failure as failure:
-            # The status is out, so a cut without a final chunk is what says that this is not the end.
-            logger.warning("call %s of session %s broke off: %s", call_id, session.id, failure)
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionError:
-            pass  # the harness went away; the exchange goes on without it
-        return response
-
-    def _begin(
-        self,
-        request: web.Request,
-        session: RolloutSession,
-        dialect: Dialect,
-        call_id: str,
-        body: bytes,
-        *,
-        streamed: bool,
-    ) -> Exchange:
-        upstream = session.upstream
-        url = dialect.url(upstream.base_url, dialect.path)
-        if "?" in request.raw_path:
-            url += "?" + request.raw_path.partition("?")[2]
-        headers = {
-            **to_upstream(request.headers),
-            CALL_ID_HEADER: call_id,
-            **_upstream_auth(session, dialect),
-        }
-        turn = Turn(uuid.uuid4().hex, dialect.name, body, streamed=streamed)
-        attempt = Attempt(call_id)
-        turn.attempts.append(attempt)
-        session.trace.add(turn)
-        exchange = Exchange(
-            turn, attempt, lambda exchange: self._upstreams.forward(exchange, upstream, url, headers, body)
-        )
-        session.exchanges.add(exchange)
-        exchange.on_end = lambda: session.exchanges.discard(exchange)
-        return exchange
-
-
-UNKNOWN_SECRET = "the key is not one of a running rollout: use the model secret of its slot"
+    def session_of(self, secret: str) -> RolloutSession | None:
+        """The running rollout whose model secret this is. A late call of one that is over is counted."""
+        if not secret:
+            return None
+        digest = _digest(secret)
+        session = self._by_secret.get(digest)
+        if session is None and (released := self._released.get(digest)) and (trace := released()) is not None:
+            trace.stragglers += 1
+        return session
 
 
 def raise_if_lost(session: RolloutSession) -> None:
@@ -333,34 +264,3 @@ def raise_if_lost(session: RolloutSession) -> None:
 def _digest(secret: str) -> bytes:
     # Secrets are looked up by their digest, so that the time of a lookup tells nothing of them.
     return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
-
-
-def _upstream_auth(session: RolloutSession, dialect: Dialect) -> dict[str, str]:
-    key = session.upstream.api_key
-    return {**(dialect.auth(key.get_secret_value()) if key else {}), **session.upstream.headers}
-
-
-def _override(body: bytes, session: RolloutSession) -> tuple[dict[str, Any], bytes]:
-    """The request as an object, and its bytes with the session's model and sampling in it."""
-    try:
-        asked = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Failure(400, f"the request body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise Failure(400, "the request body must be a JSON object")
-    overrides = {**session.sampling, **({"model": session.model} if session.model else {})}
-    if not overrides:
-        return asked, body
-    asked = json.loads(body)
-    asked.update(overrides)
-    return asked, json.dumps(asked, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:
-    headers = {**failure.headers, **({CALL_ID_HEADER: call_id} if call_id else {})}
-    return web.Response(
-        status=failure.status,
-        body=orjson.dumps(dialect.error(failure.status, failure.message)),
-        content_type="application/json",
-        headers=headers,
-    )

@@ -1,18 +1,31 @@
 """A rollout's record on a server: where its calls go, what was seen of it, and how it ended."""
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from interception.trace import Trace
-from interception.turn import Exchange
+from interception.dialects.base import Dialect
+from interception.hooks import Hook
+from interception.ledger import Ledger
+from interception.limits import RolloutLimits
+from interception.sse import dumps
+from interception.trace import Trace, Turn
+from interception.turn import Call, Failure, refused_for_good
 from tunnel.teardown import cancel_and_wait, run_to_end
 
+logger = logging.getLogger("interception")
+
 T = TypeVar("T")
+
+
+class InterceptionError(Exception):
+    """A rollout cannot be recorded as its session asks."""
 
 
 class Upstream(BaseModel):
@@ -41,7 +54,8 @@ class Upstream(BaseModel):
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number, or too large
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # a port that is no number, or too large; a host that no DNS can have
             good = False
         if not good or parts.query or parts.fragment or any(mark.isspace() for mark in url):
             raise ValueError("not an endpoint: write http://HOST[:PORT]/v1 or https://HOST/v1")
@@ -51,7 +65,12 @@ class Upstream(BaseModel):
 
 
 class RolloutSession:
-    """One rollout on a server. `model` and `sampling` (JSON fields) override what the harness asks for."""
+    """One rollout on a server. `model` and `sampling` (JSON fields) override what the harness asks for.
+
+    `streaming`: `live` streams begin at the upstream's first event; `whole` ones when the turn is complete, so that a
+    failure keeps its status and a client's SDK tries again; `auto` is `whole` behind a tunnel and `live` without one.
+    `on_request` and `on_response` hooks see each body, see `interception.hooks.Hook`.
+    """
 
     def __init__(
         self,
@@ -60,23 +79,60 @@ class RolloutSession:
         id: str | None = None,
         model: str | None = None,
         sampling: Mapping[str, Any] | None = None,
+        limits: RolloutLimits | None = None,
         state: Any = None,
+        streaming: Literal["auto", "live", "whole"] = "auto",
+        on_request: Iterable[Hook] = (),
+        on_response: Iterable[Hook] = (),
     ) -> None:
+        if not isinstance(upstream, Upstream):
+            raise TypeError(f"upstream must be an Upstream, not {type(upstream).__name__}: Upstream(base_url=...)")
+        try:
+            dumps(dict(sampling or {}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sampling must be fields of a JSON request: {error}") from None
+        if streaming not in ("auto", "live", "whole"):
+            raise ValueError(f"streaming must be 'auto', 'live' or 'whole', not {streaming!r}")
         self.upstream = upstream
         self.id = id or uuid.uuid4().hex
         self.model = model
         self.sampling = dict(sampling or {})
+        self.limits = limits or RolloutLimits()
         self.state = state
+        self.streaming = streaming
+        self.on_request = tuple(on_request)
+        self.on_response = tuple(on_response)
         self.trace = Trace(self.id)
+        self.stop_condition: str | None = None
+        """Why the rollout was stopped short: a limit, a hook's reason, or `prompt_too_long`."""
         self.error: Exception | None = None
-        """What ended the rollout: a lost tunnel, for one. Set once; a failure of the provider is on the attempt."""
+        """What ended the rollout: a lost tunnel, a hook. Set once; a failure of the provider is on the attempt."""
         self.failed = asyncio.Event()
         """Set with `error`."""
+        self.on_turn: Callable[[Turn], None] | None = None
+        """Called when an attempt of a turn has ended, however; if it raises, that is logged."""
         self.registered = False
         self.released = False
         """Its secrets are revoked, its calls ended, its trace sealed."""
-        self.exchanges: set[Exchange] = set()
-        """Its calls in flight."""
+        self.ledger = Ledger()
+        """Its calls, as far as a retry may ask for them."""
+        self.calls_seen = 0
+        """Model calls that were admitted, retries included."""
+        self.unknown_paths: Counter[str] = Counter()
+        """Routes the harness asked for that are not served, with how often."""
+        self._stopped = False
+
+    @property
+    def findings(self) -> list[str]:
+        """What is worth telling of how the harness used its slot, in plain words."""
+        found = []
+        if not self.calls_seen:
+            found.append("0 calls seen: the harness never called its model here")
+        for path, times in sorted(self.unknown_paths.items()):
+            found.append(f"{path} was asked for {times} times, and is not served")
+        if self.trace.stragglers:
+            found.append(f"{self.trace.stragglers} calls came after the end of the rollout, and were refused")
+        return found
 
     async def guard(self, awaitable: Awaitable[T]) -> T:
         """The awaitable's result, or `error` raised as soon as it is set; the awaitable is then cancelled and awaited.
@@ -97,21 +153,84 @@ class RolloutSession:
             elif not work.cancelled():
                 work.exception()  # seen, also where `error` goes before it
 
+    # -- what ends it --------------------------------------------------------------------------
+
     def fail(self, error: Exception) -> None:
         """The rollout is over because of `error`; the first one stays."""
         if self.error is None:
             self.error = error
             self.failed.set()
 
-    def release(self, reason: str) -> None:
-        """End the calls in flight, recorded as cancelled because of `reason`; nothing is recorded after this."""
+    def stop(self, reason: str) -> None:
+        """No further turn: each is refused with a 400 that says why."""
+        self._stopped = True
+        self.stop_condition = reason
+
+    def truncated(self) -> None:
+        """The prompt became too long for the model. A harness that shortens it goes on."""
+        if self.stop_condition is None:
+            self.stop_condition = "prompt_too_long"
+
+    def release(self, reason: str) -> int:
+        """End the calls in flight, recorded as cancelled because of `reason`; nothing is recorded after this.
+
+        Returns how many there were.
+        """
         if self.released:
-            return
+            return 0
         self.released = True
-        for exchange in list(self.exchanges):
-            exchange.cancel(reason)
-        self.exchanges.clear()
-        self.trace.sealed = True
+        pending = sum(call.exchange.cancel(refused_for_good(f"cancelled: {reason}")) for call in self.ledger)
+        self.ledger.clear()
+        self.trace.seal()
+        if pending:
+            logger.info("session %s: %d calls were in flight at its end, recorded as cancelled", self.id, pending)
+        for finding in self.findings:
+            logger.warning("session %s: %s", self.id, finding)
+        return pending
+
+    # -- its turns -----------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Whether the rollout still runs; raises the `Failure` that a call admitted before its end is told.
+
+        To be asked again after each wait of a request's. One that comes too late is counted, for no turn tells of it.
+        """
+        if self.released:
+            self.trace.stragglers += 1
+        if self.released or self.error is not None:
+            raise refused_for_good("the rollout is over")
+
+    def check_turn(self) -> None:
+        """Whether another turn may begin; raises the `Failure` that says why not."""
+        self.check_open()
+        if not self._stopped and (limit := self.limits.reached(self.trace.turns, self._in_flight())):
+            self.stop(limit)
+        if self._stopped:
+            raise Failure(400, f"the rollout was stopped: {self.stop_condition}")
+
+    def _in_flight(self) -> list[Call]:
+        return [call for call in self.ledger if call.open]
+
+    def recorded(self, turn: Turn, dialect: Dialect, answer: Mapping[str, Any]) -> None:
+        """A turn's answer was recorded, and is about to be served."""
+        if self.stop_condition == "prompt_too_long":
+            self.stop_condition = None  # the harness shortened its prompt
+        if self.sampling.get("return_token_ids") and (missing := dialect.missing_token_ids(dict(answer))):
+            self.fail(
+                InterceptionError(
+                    f"the session asks for token ids, but the upstream's answer has no {missing}: "
+                    "is it vLLM with return_token_ids, and does a router in between strip the field?"
+                )
+            )
+        if mismatch := dialect.token_ids_mismatch(dict(answer)):
+            logger.warning("session %s: turn %s: %s", self.id, turn.id, mismatch)
+
+    def attempt_ended(self, turn: Turn) -> None:
+        if self.on_turn is not None:
+            try:
+                self.on_turn(turn)
+            except Exception:
+                logger.exception("on_turn failed in session %s", self.id)
 
     def __repr__(self) -> str:
         ended = f" failed: {self.error!r}" if self.error else " released" if self.released else ""

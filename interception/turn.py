@@ -5,117 +5,142 @@ the session cancels it.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from interception.dialects.base import Dialect, Stream
 from interception.trace import Attempt, Turn
 
 logger = logging.getLogger("interception")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Status and headers of the upstream's answer."""
-
-    status: int
-    headers: Mapping[str, str]
-
-
 class Failure(Exception):
-    """Why there is no (whole) answer, with the HTTP status and headers that tell a client so."""
+    """Why there is no (whole) answer, with the HTTP status and headers that tell a client so.
 
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+    `body`: the upstream's own error body, already in the dialect's shape. `relayed`: the stream itself said so.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        body: bytes | None = None,
+        relayed: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.headers = headers or {}
+        self.headers = dict(headers or {})
+        self.body = body
+        self.relayed = relayed
+
+
+def refused_for_good(message: str) -> Failure:
+    """A 409 that the SDKs do not retry."""
+    return Failure(409, message, {"x-should-retry": "false"})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Status and headers of the upstream's answer; `stream` reads it if it is one."""
+
+    status: int
+    headers: Mapping[str, str]
+    stream: Stream | None
 
 
 class Exchange:
-    """The buffer of one turn, filled by `fetch`, which calls `began`, `received` and returns at the answer's end.
+    """One attempt: what the upstream answered, as far as readers may see it.
 
-    `fetch` raises `Failure` when there is no whole answer. The turn is recorded before the readers see the end.
+    `work` fills it (`began`, `release`) and returns at the answer's end, or raises `Failure`. It records the turn
+    before it releases the part on which a client may stop.
     """
 
-    def __init__(self, turn: Turn, attempt: Attempt, fetch: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
-        self.turn = turn
+    def __init__(self, attempt: Attempt, work: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
         self.attempt = attempt
         self.head: Head | None = None
+        self.chunks: list[bytes] = []
+        self.size = 0
+        """Bytes of `chunks`."""
+        self.terminal: int | None = None
+        """Index of the chunk that tells a client that this is the whole answer. Set, the exchange cannot fail."""
         self.failure: Failure | None = None
         self.ended = False
         self.on_end: Callable[[], None] | None = None
-        """Called once, when the turn has been recorded."""
-        self._chunks: list[bytes] = []
+        """Called once, when the outcome is known."""
         self._changed = asyncio.Event()
         attempt.started = time.time()
-        self._task = asyncio.create_task(self._run(fetch), name=f"turn {turn.id}")
+        self._task = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
 
     # -- the upstream's side -------------------------------------------------------------------
 
-    def began(self, status: int, headers: Mapping[str, str]) -> None:
-        self.head = Head(status, headers)
+    def began(self, status: int, headers: Mapping[str, str], stream: Stream | None) -> None:
+        self.head = Head(status, headers, stream)
         self.attempt.status = status
-        self.attempt.first_byte = time.time()
+        if self.attempt.first_byte is None:
+            self.attempt.first_byte = time.time()
         self._wake()
 
-    def received(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self._wake()
+    def release(self, chunk: bytes, *, terminal: bool = False) -> None:
+        """Readers may have this, too."""
+        if chunk:
+            if terminal:
+                self.terminal = len(self.chunks)
+            self.chunks.append(chunk)
+            self.size += len(chunk)
+            self._wake()
 
     # -- the readers' side ---------------------------------------------------------------------
 
-    async def answer(self) -> Head:
-        """The head of the answer, as soon as it is there; raises the `Failure` if none came."""
-        while self.head is None and not self.ended:
-            await self._news()
-        if self.head is None:
-            assert self.failure is not None
-            raise self.failure
-        return self.head
+    async def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Until `ready()`, for `timeout` seconds at most; whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not ready():
+                    await self._changed.wait()
+        return ready()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body from its first byte, as it comes; raises the `Failure` where it breaks off."""
-        sent = 0
-        while True:
-            while sent < len(self._chunks):
-                sent += 1
-                yield self._chunks[sent - 1]
-            if self.ended:
-                break
-            await self._news()
-        if self.failure is not None:
-            raise self.failure
+    async def more(self, seen: int, timeout: float | None = None) -> bool:
+        """Until there is more than `seen` chunks, or the end; for `timeout` seconds at most."""
+        return await self.wait(lambda: self.ended or len(self.chunks) > seen, timeout)
 
-    async def body(self) -> bytes:
-        """The whole body; raises the `Failure` if it broke off."""
-        return b"".join([chunk async for chunk in self.chunks()])
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.chunks)
 
-    def cancel(self, reason: str) -> None:
-        """End the exchange. It is recorded as cancelled here and now: the trace may be sealed right after."""
-        if not self.ended:
-            self._end(Failure(409, f"cancelled: {reason}", {"x-should-retry": "false"}))
-            self._task.cancel()
+    def cancel(self, failure: Failure) -> bool:
+        """End the exchange here and now, so that the trace may be sealed right after. False: it had its answer."""
+        if self.ended:
+            return False
+        self._end(failure)
+        self._task.cancel()
+        return self.failure is not None
 
-    async def settled(self) -> None:
-        """Returns once the upstream's connection is closed."""
+    async def closed(self) -> None:
+        """Returns once the connection to the upstream is given back."""
         await asyncio.wait([self._task])
 
     # -- parts ---------------------------------------------------------------------------------
 
-    async def _run(self, fetch: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
+    async def _run(self, work: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
         try:
-            await fetch(self)
+            await work(self)
         except Failure as failure:
             self._end(failure)
         except asyncio.CancelledError:
-            self._end(Failure(409, "cancelled", {"x-should-retry": "false"}))
-            raise
-        except Exception as error:
-            logger.exception("turn %s failed in an unforeseen way", self.turn.id)
-            self._end(Failure(502, f"the call failed: {type(error).__name__}"))
+            # Not raised again: nobody awaits this task's outcome, and a cancelled task keeps the frames that it was
+            # cancelled in, and with them the rollout's record, until the garbage collector comes by.
+            self._end(refused_for_good("cancelled"))
+        except Exception:
+            if not self.ended:  # else a hook went on after its rollout: nobody waits for what it makes
+                logger.exception("call %s failed in the interception server", self.attempt.call_id)
+            self._end(Failure(500, "the interception server failed; see its log"))
         else:
             self._end(None)
 
@@ -123,10 +148,12 @@ class Exchange:
         if self.ended:
             return
         self.ended = True
-        self.failure = failure
-        self.turn.response_body = b"".join(self._chunks)
-        self.attempt.error = failure.message if failure else None
-        self.attempt.ended = time.time()
+        # An answer that is whole has been recorded, and may have been read: whatever comes after it is no failure.
+        self.failure = failure if self.terminal is None else None
+        if self.failure is not None:
+            self.attempt.error = self.failure.message
+        if self.attempt.ended is None:
+            self.attempt.ended = time.time()
         if self.on_end is not None:
             self.on_end()
         self._wake()
@@ -135,5 +162,53 @@ class Exchange:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _news(self) -> None:
-        await self._changed.wait()
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A logical call: the turn that records it, and the exchange of its newest attempt."""
+
+    dialect: Dialect
+    turn: Turn
+    path: str
+    """Of the request, with its query."""
+    digest: bytes
+    """Of the body as the harness sent it."""
+    asked: Mapping[str, Any]
+    """The small fields of the request that its answer depends on: `n`, `model`."""
+    body: bytes
+    """As it is sent to the upstream; empty from then on: the record has it, and a retry brings its own."""
+    headers: Mapping[str, str]
+    streamed: bool
+    withhold_usage: bool = False
+    exchange: Exchange = field(init=False)
+    readers: int = 0
+    failure_kept: bool = False
+    """Its failure could not be told (the answer had been begun): the next marked retry hears it, once."""
+
+    def new_stream(self) -> Stream:
+        """A reader of its answer as a stream."""
+        choices = self.asked.get("n")
+        return self.dialect.stream(
+            choices if isinstance(choices, int) and choices > 0 else 1, model=str(self.asked.get("model", ""))
+        )
+
+    def rendered(self, answer: dict[str, Any]) -> bytes:
+        """A whole answer as a stream, without the usage that the client did not ask for."""
+        if self.withhold_usage:
+            answer = {name: value for name, value in answer.items() if name != "usage"}
+        return self.dialect.render(answer)
+
+    @property
+    def size(self) -> int:
+        """Bytes kept for it."""
+        return self.exchange.size + len(self.body)
+
+    @property
+    def told_failure(self) -> bool:
+        """It failed, and nobody is left to be told."""
+        return self.exchange.ended and self.exchange.failure is not None and not self.failure_kept
+
+    @property
+    def open(self) -> bool:
+        """In flight: the upstream, or a reader of ours, is not done with it."""
+        return not self.exchange.ended or self.readers > 0

@@ -1,14 +1,19 @@
 """Speaking to the upstreams: one shared client for each distinct one."""
 
 import asyncio
-from collections.abc import Mapping
+import os
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
 
 from interception.session import Upstream
-from interception.turn import Exchange, Failure
+from interception.turn import Failure
+
+PIECE = 256 * 1024
+"""Bytes of a body that are handed to the connection at once."""
 
 ClientKey = tuple[str, float, float | None]
 
@@ -30,7 +35,8 @@ class UpstreamClients:
                     total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=True,
+                # A proxy for the world must not be asked for a model on this host.
+                trust_env=not on_this_host(upstream.base_url),
                 auto_decompress=True,
             )
         return client
@@ -39,25 +45,33 @@ class UpstreamClients:
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """A request that is not redirected: an upstream that moved must be configured, not followed with its key."""
+        data: bytes | AsyncIterator[memoryview] | None = body
+        if body is not None and len(body) > PIECE:
+            data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
         return self._client(upstream).request(
-            method, URL(url, encoded=True), headers=headers, data=body, allow_redirects=False
+            method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False
         )
-
-    async def forward(
-        self, exchange: Exchange, upstream: Upstream, url: str, headers: Mapping[str, str], body: bytes
-    ) -> None:
-        """Make the call and fill `exchange` with its answer; raises `Failure` if there is none, or not all of it."""
-        try:
-            async with self.request(upstream, "POST", url, headers=headers, body=body) as response:
-                exchange.began(response.status, response.headers)
-                async for chunk in response.content.iter_any():
-                    exchange.received(chunk)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise failure(error, upstream) from error
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
         await asyncio.gather(*(client.close() for client in clients))
+
+
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    # Whole, the connection would hold a second copy of what a slow upstream has not read yet.
+    view = memoryview(body)
+    for start in range(0, len(view), PIECE):
+        yield view[start : start + PIECE]
+
+
+def on_this_host(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _reason(error: OSError) -> str:
+    # asyncio puts its own sentence, with the address, where the system's reason would be.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 def failure(error: Exception, upstream: Upstream) -> Failure:
@@ -70,7 +84,7 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
     if isinstance(error, aiohttp.InvalidURL):
         return Failure(502, f"the upstream {where} has no valid URL")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return Failure(503, f"the upstream {where} cannot be reached: {error.os_error.strerror or error.os_error}")
+        return Failure(503, f"the upstream {where} cannot be reached: {_reason(error.os_error)}")
     if isinstance(error, aiohttp.ClientPayloadError):
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
     return Failure(503, f"the upstream {where} closed the connection: {error or type(error).__name__}")

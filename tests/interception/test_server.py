@@ -20,9 +20,19 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import SecretStr
 
-from interception import CALL_ID_HEADER, Attempt, InterceptionServer, RolloutSession, Slot, Turn, Upstream
+from interception import (
+    CALL_ID_HEADER,
+    Attempt,
+    InterceptionServer,
+    InterceptionServerConfig,
+    RolloutSession,
+    ServingPolicy,
+    Slot,
+    Turn,
+    Upstream,
+)
 from interception.echo import EchoModel
-from interception.turn import Exchange, Failure
+from interception.turn import Exchange
 from tests.helpers import until
 from tests.interception.fakes import (
     FakeTunnel,
@@ -163,8 +173,7 @@ class TestThroughTheSdks:
     async def test_chat_completions(self, harness: Harness, echo: EchoModel) -> None:
         done = await harness.oai.chat.completions.create(model="m", messages=user(TEXT))
         assert done.choices[0].message.content == TEXT
-        assert harness.turn.response == json.loads(harness.turn.response_body)
-        assert (harness.turn.response or {})["id"] == done.id
+        assert harness.turn.response == done.to_dict()
         assert echo.calls == 1
 
     async def test_chat_completions_streamed(self, harness: Harness) -> None:
@@ -172,7 +181,7 @@ class TestThroughTheSdks:
         pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
         assert "".join(pieces) == TEXT
         assert harness.turn.streamed
-        assert harness.turn.response_body.endswith(b"data: [DONE]\n\n")
+        assert (harness.turn.response or {})["choices"][0]["message"]["content"] == TEXT
 
     async def test_responses(self, harness: Harness) -> None:
         done = await harness.oai.responses.create(model="m", input=TEXT)
@@ -185,7 +194,8 @@ class TestThroughTheSdks:
             async for _ in stream:
                 pass
             assert (await stream.get_final_response()).output_text == TEXT
-        assert b"response.completed" in harness.turn.response_body
+            assert harness.turn.response is not None
+            assert harness.turn.response["output"][0]["content"][0]["text"] == TEXT
 
     async def test_messages(self, harness: Harness) -> None:
         done = await harness.ant.messages.create(model="m", max_tokens=9, messages=user(TEXT))
@@ -197,7 +207,7 @@ class TestThroughTheSdks:
     async def test_messages_streamed(self, harness: Harness) -> None:
         async with harness.ant.messages.stream(model="m", max_tokens=9, messages=user(TEXT)) as stream:
             assert "".join([text async for text in stream.text_stream]) == TEXT
-        assert b"message_stop" in harness.turn.response_body
+        assert (harness.turn.response or {})["content"][0]["text"] == TEXT
 
     async def test_a_wrong_key_is_the_sdks_own_authentication_error(self, harness: Harness, echo: EchoModel) -> None:
         wrong = harness.slot.state_secret
@@ -227,26 +237,30 @@ class TestThroughTheSdks:
 class TestRecord:
     @pytest.mark.parametrize("route", ROUTES)
     @pytest.mark.parametrize("streamed", [False, True])
-    async def test_a_turn_holds_both_bodies_as_they_went_over_the_wire(
-        self, harness: Harness, route: str, streamed: bool
-    ) -> None:
-        raw = json.dumps(ask(route, stream=streamed), indent=3).encode()
+    async def test_a_turn_holds_both_bodies(self, harness: Harness, route: str, streamed: bool) -> None:
+        asked = ask(route, stream=streamed, unknown={"kept": [1, 2.5, None, "ü"]})
         before = time.time()
-        async with harness.post(route, data=raw) as response:
+        async with harness.post(route, asked) as response:
             answer = await response.read()
             call_id = response.headers[CALL_ID_HEADER]
         turn = harness.turn
-        assert (turn.dialect, turn.streamed, turn.complete) == (NAMES[route], streamed, True)
-        assert turn.request_body == raw
-        assert turn.request == json.loads(raw)
-        assert turn.response_body == answer
-        assert turn.response == (None if streamed else json.loads(answer))
+        assert (turn.dialect, turn.streamed, turn.complete, turn.delivered) == (NAMES[route], streamed, True, True)
+        assert turn.request == asked
+        assert turn.response is not None
+        assert turn.finish_reason is not None
+        assert turn.usage is not None
+        if not streamed:
+            assert turn.response == json.loads(answer)
         [attempt] = turn.attempts
         assert (attempt.call_id, attempt.status, attempt.error) == (call_id, 200, None)
+        assert turn.queued is not None
         assert attempt.started is not None
         assert attempt.first_byte is not None
         assert attempt.ended is not None
-        assert before - 1 <= attempt.started <= attempt.first_byte <= attempt.ended <= time.time() + 1
+        times = [turn.queued, attempt.started, attempt.first_byte, attempt.ended]
+        assert before - 1 <= times[0]
+        assert times == sorted(times)
+        assert times[-1] <= time.time() + 1
 
     async def test_turns_stand_in_the_order_in_which_they_began(self, harness: Harness) -> None:
         for text in ("one", "two", "three"):
@@ -265,24 +279,26 @@ class TestRecord:
         self, server: InterceptionServer, http: aiohttp.ClientSession
     ) -> None:
         go = asyncio.Event()
+        first, last = delta("The quick "), delta("brown fox") + delta(None, "stop") + b"data: [DONE]\n\n"
 
         async def answer(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            await response.write(b"data: first\n\n")
+            await response.write(first)
             await go.wait()
-            await response.write(b"data: last\n\n")
+            await response.write(last)
             return response
 
         async with ScriptedModel(answer) as model, rollout(server, http, model.upstream) as harness:
             response = await harness.post(CHAT, ask(CHAT, stream=True)).__aenter__()
-            assert await response.content.readuntil(b"\n\n") == b"data: first\n\n"
+            assert await response.content.readuntil(b"\n\n") == first
             response.close()
             await noticed(server, http)
+            assert not harness.turn.complete
             go.set()
-            await until(lambda: harness.turn.ended is not None)
-            assert harness.turn.complete
-            assert harness.turn.response_body == b"data: first\n\ndata: last\n\n"
+            await until(lambda: harness.turn.complete)
+            assert (harness.turn.response or {})["choices"][0]["message"]["content"] == "The quick brown fox"
+            assert not harness.turn.delivered
 
     async def test_the_loss_of_a_reader_that_waited_for_the_whole_answer_does_not_end_the_turn(
         self, server: InterceptionServer, http: aiohttp.ClientSession
@@ -301,8 +317,9 @@ class TestRecord:
             await noticed(server, http)
             assert model.open == 1
             go.set()
-            await until(lambda: harness.turn.ended is not None)
+            await until(lambda: harness.turn.complete)
             assert harness.turn.response == {"id": "late"}
+            assert not harness.turn.delivered
 
 
 class TestOverrides:
@@ -502,9 +519,10 @@ class TestFailingUpstream:
                 assert (response.status, await response.read()) == (status, body)
                 assert response.headers["Retry-After"] == "7"
                 assert response.headers["x-ratelimit-reset"] == "9"
+                assert response.headers[CALL_ID_HEADER] == harness.turn.attempts[0].call_id
                 assert response.content_type == "application/json"
             assert (harness.turn.status, harness.turn.complete) == (status, False)
-            assert harness.turn.response_body == body
+            assert harness.turn.response == json.loads(body)
 
     async def test_a_rate_limit_is_the_sdks_own_error(
         self, server: InterceptionServer, http: aiohttp.ClientSession
@@ -517,7 +535,7 @@ class TestFailingUpstream:
                 await harness.oai.chat.completions.create(model="m", messages=user("hi"), stream=True)
             assert limited.value.response.headers["retry-after"] == "7"
 
-    async def test_a_redirect_is_relayed_and_not_followed_with_the_key(
+    async def test_a_redirect_is_not_followed_with_the_key_nor_by_the_harness(
         self, server: InterceptionServer, http: aiohttp.ClientSession
     ) -> None:
         async with (
@@ -525,7 +543,8 @@ class TestFailingUpstream:
             rollout(server, http, model.upstream) as harness,
         ):
             async with harness.post(CHAT, ask(CHAT), allow_redirects=False) as response:
-                assert response.status == 307
+                assert response.status == 502
+                assert "/v1/elsewhere" in (await response.json())["error"]["message"]
             assert len(model.seen) == 1
             assert not harness.turn.complete
 
@@ -540,7 +559,6 @@ class TestFailingUpstream:
                 assert is_error(route, await response.json())
             assert harness.turn.error is not None
             assert "broke off" in harness.turn.error
-            assert harness.turn.response_body == b'{"id": '
             assert harness.turn.response is None
             assert not harness.turn.complete
 
@@ -550,9 +568,8 @@ class TestFailingUpstream:
     ) -> None:
         async with ScriptedModel(breaking_off(True)) as model, rollout(server, http, model.upstream) as harness:
             async with harness.post(route, ask(route, stream=True)) as response:
-                assert response.status == 200
-                with pytest.raises(aiohttp.ClientPayloadError):
-                    await response.read()
+                answer = await response.read()
+                assert response.status >= 500 or b'"error"' in answer
             assert harness.turn.error is not None
             assert not harness.turn.complete
 
@@ -625,17 +642,16 @@ class TestFailingUpstream:
             assert is_error(CHAT, await response.json())
 
     async def test_a_defect_of_the_exchange_ends_it_and_is_recorded(self) -> None:
-        async def fetch(exchange: Exchange) -> None:
+        async def work(exchange: Exchange) -> None:
             raise LookupError("nobody foresaw this")
 
-        turn, attempt = Turn("t", "chat completions", b"{}"), Attempt("c")
-        turn.attempts.append(attempt)
-        exchange = Exchange(turn, attempt, fetch)
-        with pytest.raises(Failure):
-            async with asyncio.timeout(SOON):
-                await exchange.answer()
-        assert turn.error is not None
-        assert turn.ended is not None
+        attempt = Attempt("c")
+        exchange = Exchange(attempt, work)
+        assert await exchange.wait(lambda: exchange.ended, SOON)
+        assert exchange.failure is not None
+        assert (exchange.failure.status, attempt.error) == (500, exchange.failure.message)
+        assert "nobody foresaw this" not in exchange.failure.message
+        assert attempt.ended is not None
 
 
 class TestEndOfTheRollout:
@@ -657,18 +673,19 @@ class TestEndOfTheRollout:
             assert session.trace.sealed
             assert turn.error is not None
             assert turn.error.startswith("cancelled")
-            assert turn.ended is not None
+            ended = turn.attempts[0].ended
+            assert ended is not None
             await until(lambda: model.open == 0, timeout=SOON)
             async with asyncio.timeout(SOON):
                 response = await call
             assert response.status == 409
             assert response.headers["x-should-retry"] == "false"
             assert is_error(route, await response.json())
-            ended, error = turn.ended, turn.error
+            error = turn.error
             await settle()
-            assert (turn.ended, turn.error, len(session.trace.turns)) == (ended, error, 1)
+            assert (turn.attempts[0].ended, turn.error, len(session.trace.turns)) == (ended, error, 1)
             assert server.load == 0
-            assert session.exchanges == set()
+            assert len(session.ledger) == 0
 
     async def test_the_sdk_does_not_retry_a_call_that_was_admitted_before(
         self, server: InterceptionServer, http: aiohttp.ClientSession
@@ -707,26 +724,26 @@ class TestEndOfTheRollout:
             assert is_error(CHAT, await response.json())
             assert echo.calls == len(harness.session.trace.turns) == 1
 
-    async def test_unregister_cuts_a_stream_and_records_what_had_come(
+    async def test_unregister_ends_a_stream_with_the_dialects_error(
         self, server: InterceptionServer, http: aiohttp.ClientSession
     ) -> None:
         async def answer(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            await response.write(b"data: first\n\n")
+            await response.write(delta("first"))
             return await hang(request)
 
         async with ScriptedModel(answer) as model, rollout(server, http, model.upstream) as harness:
             response = await harness.post(CHAT, ask(CHAT, stream=True)).__aenter__()
-            assert await response.content.readuntil(b"\n\n") == b"data: first\n\n"
+            assert await response.content.readuntil(b"\n\n") == delta("first")
             server.unregister(*harness.slot[1:])
             await until(lambda: model.open == 0, timeout=SOON)
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await response.read()
-            assert harness.turn.response_body == b"data: first\n\n"
+            rest = await response.read()
+            assert is_error(CHAT, json.loads(rest.removeprefix(b"data: ")))
             assert harness.turn.error is not None
             assert harness.turn.error.startswith("cancelled")
             assert not harness.turn.complete
+            assert not harness.turn.delivered
 
     async def test_unregister_can_be_repeated_and_knows_nothing_of_strangers(self, server: InterceptionServer) -> None:
         first, second = new_session(), new_session()
@@ -779,17 +796,22 @@ class TestModelList:
                 assert seen.headers["Authorization"] == f"Bearer {KEY}"
                 assert harness.session.trace.turns == []
 
-    async def test_a_hung_one_is_502_and_fails_no_rollout(
-        self, server: InterceptionServer, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("interception.server.MODELS_TIMEOUT", 0.2)
-        async with ScriptedModel(hang) as model, rollout(server, http, model.upstream) as harness:
+    async def test_a_hung_one_is_502_and_fails_no_rollout(self, http: aiohttp.ClientSession) -> None:
+        config = InterceptionServerConfig(serving=ServingPolicy(models_timeout=0.2))
+        async with (
+            InterceptionServer(config) as server,
+            ScriptedModel(hang) as model,
+            rollout(server, http, model.upstream) as harness,
+        ):
             async with get_models(harness) as response:
                 assert response.status == 502
                 assert is_error(CHAT, await response.json())
             await until(lambda: model.open == 0)
             assert harness.session.error is None
             assert harness.session.trace.turns == []
+
+    def test_it_takes_no_longer_than_the_design_says(self) -> None:
+        assert ServingPolicy().models_timeout <= 35
 
     @pytest.mark.parametrize(
         "raw", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 nonsense\r\n\r\n"]
@@ -981,7 +1003,8 @@ class TestLoad:
             go.set()
             assert await asyncio.gather(*calls) == [200] * 300
             assert len(harness.session.trace.turns) == 300
-            assert harness.session.exchanges == set()
+            assert all(turn.delivered for turn in harness.session.trace.turns)
+            assert not any(call.open for call in harness.session.ledger)
 
 
 class TestSecrets:
@@ -1239,6 +1262,13 @@ async def noticed(server: InterceptionServer, http: aiohttp.ClientSession) -> No
     async with http.get(server.base_url + HEALTH_PATH, headers={"Connection": "close"}) as response:
         await response.read()
     await settle()
+
+
+def delta(content: str | None, finish_reason: str | None = None) -> bytes:
+    """A chunk of a streamed chat completion."""
+    change = {} if content is None else {"content": content}
+    choice = {"index": 0, "delta": change, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"object": "chat.completion.chunk", "choices": [choice]}).encode() + b"\n\n"
 
 
 def breaking_off(chunked: bool) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -1,0 +1,197 @@
+"""Request bodies: read within the cap, decoded, parsed, and written again where something changed them."""
+
+import asyncio
+import json
+import sys
+import zlib
+from typing import Any, Final, Protocol
+
+import brotli
+from aiohttp import web
+
+from interception.sse import dumps, loads
+from interception.turn import Failure
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import ZstdDecompressor, ZstdError
+else:
+    from backports.zstd import ZstdDecompressor, ZstdError
+
+SILENCE = 120.0
+"""Seconds without a byte of a body that has begun, after which its sender is told 408. (aiohttp does not tell a handler
+of a chunk that is malformed: it waits for ever for the next one.)"""
+
+DRAIN_TIMEOUT = 30.0
+"""Seconds that a refused sender gets to send the rest, which SDKs do before they look at the answer."""
+
+SLICE = 8 * 1024**2
+"""Bytes that are searched in one go: some 30 ms."""
+
+DIGITS: Final = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in range(128)) + bytes(128)
+LONG_NUMBER: Final = b"0" * 19
+"""What may be an integer of more than 64 bits, each digit written as 0."""
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+async def read_body(request: web.Request, cap: int) -> bytes:
+    """The body, decoded. The server is run with `auto_decompress` off: aiohttp answers for what it cannot decode
+    before any handler is asked, in no dialect's shape, and leaves the connection unusable.
+
+    Raises `Failure` 400, 413 or 415; what is left then is for `drain`.
+    """
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    decoder = _decoder(encoding)
+    too_large = Failure(413, f"the request body is over {cap / 1024**2:g} MiB")
+    if request.content_length is not None and request.content_length > cap:
+        raise too_large
+    parts: list[bytes] = []
+    room = cap
+    try:
+        while chunk := await _next_chunk(request):
+            # In pieces as they come, so that the loop is held up by none, and a bomb is noticed when it is too large.
+            part = chunk if decoder is None else decoder.feed(chunk, room)
+            room -= len(part)
+            if room < 0:
+                raise too_large
+            parts.append(part)
+    except (zlib.error, brotli.error, ZstdError) as error:
+        raise Failure(400, f"the request body is no {encoding}: {error}") from None
+    except web.RequestPayloadError as error:
+        raise Failure(400, f"the request body did not arrive whole: {error}") from None
+    if decoder is not None and not decoder.whole:
+        raise Failure(400, f"the request body is no {encoding}: it ends too early")
+    return b"".join(parts)
+
+
+async def _next_chunk(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(SILENCE):
+            return await request.content.readany()
+    except TimeoutError:
+        raise Failure(408, f"nothing came of the request body for {SILENCE:g} s, or it is malformed") from None
+
+
+async def drain(request: web.Request) -> None:
+    """Read what is left of a refused body, so that the connection stays usable."""
+    try:
+        async with asyncio.timeout(DRAIN_TIMEOUT):
+            while await request.content.readany():
+                pass
+    except (TimeoutError, ConnectionError, web.RequestPayloadError):
+        pass  # the connection is closed after the answer
+
+
+class _Decoder(Protocol):
+    whole: bool
+    """Nothing is missing at the end (or nothing was fed)."""
+
+    def feed(self, data: bytes, room: int) -> bytes:
+        """What `data` adds, all of it if that is no more than `room`; else some of it, and more than that."""
+        ...
+
+
+class _Deflate:
+    """gzip of one or more members, and deflate with or without zlib's header."""
+
+    def __init__(self, encoding: str) -> None:
+        self._gzip = encoding == "gzip"
+        self._stream: Any = None
+        self.whole = True
+
+    def feed(self, data: bytes, room: int) -> bytes:
+        parts: list[bytes] = []
+        while data and room >= 0:
+            if self._stream is None or (self._gzip and self._stream.eof):
+                header = data[0] & 0x0F == 8
+                self._stream = zlib.decompressobj(31 if self._gzip else 15 if header else -15)
+            if self._stream.eof:
+                raise zlib.error("something follows its end")
+            parts.append(self._stream.decompress(data, room + 1))
+            room -= len(parts[-1])
+            data = self._stream.unused_data
+        self.whole = self._stream.eof
+        return b"".join(parts)
+
+
+class _Zstd:
+    """One or more frames."""
+
+    def __init__(self) -> None:
+        self._frame: Any = None
+        self.whole = True
+
+    def feed(self, data: bytes, room: int) -> bytes:
+        parts: list[bytes] = []
+        while data and room >= 0:
+            if self._frame is None or self._frame.eof:
+                self._frame = ZstdDecompressor()
+            parts.append(self._frame.decompress(data, room + 1))
+            room -= len(parts[-1])
+            data = self._frame.unused_data
+        self.whole = self._frame.eof
+        return b"".join(parts)
+
+
+class _Brotli:
+    def __init__(self) -> None:
+        self._stream = brotli.Decompressor()
+        self.whole = True
+
+    def feed(self, data: bytes, room: int) -> bytes:
+        part: bytes = self._stream.process(data, output_buffer_limit=room + 1)
+        self.whole = self._stream.is_finished()
+        return part
+
+
+def _decoder(encoding: str) -> _Decoder | None:
+    match encoding:
+        case "" | "identity":
+            return None
+        case "gzip" | "deflate":
+            return _Deflate(encoding)
+        case "zstd":
+            return _Zstd()
+        case "br":
+            return _Brotli()
+    raise Failure(415, f"the content-encoding {encoding!r} is not supported: use gzip, deflate, br or zstd")
+
+
+# -- as JSON ---------------------------------------------------------------------------------------
+
+
+async def as_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that the body is, with NaN and the like, which engines take; else `Failure` 400."""
+    try:
+        # orjson would make a float of an integer over 64 bits.
+        asked = json.loads(body) if await _has_long_number(body) else loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Failure(400, f"the request body is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Failure(400, "the request body must be a JSON object")
+    if len(body) > SLICE:
+        await asyncio.sleep(0)  # what is done next with a body of this size holds the loop up, too
+    return asked
+
+
+def written(asked: dict[str, Any]) -> bytes:
+    """The body of a request that was changed."""
+    try:
+        text = dumps(asked)
+        # orjson writes NaN and Infinity as null, without a word.
+        if b"null" in text and loads(text) != asked:
+            text = json.dumps(asked).encode()
+    except (ValueError, RecursionError) as error:
+        raise Failure(400, f"the request body cannot be written again: {error}") from None
+    return text
+
+
+async def _has_long_number(body: bytes) -> bool:
+    # A regular expression takes ten times as long, and would hold the loop for seconds at the cap.
+    for start in range(0, len(body), SLICE):
+        if start:
+            await asyncio.sleep(0)
+        if body[start : start + SLICE + len(LONG_NUMBER)].translate(DIGITS).find(LONG_NUMBER) >= 0:
+            return True
+    return False

@@ -1,0 +1,354 @@
+"""The HTTP side of the server: what a harness may ask for, and what it is told otherwise."""
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from interception.answer import AnswerReader
+from interception.base import CALL_ID_HEADER
+from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
+from interception.headers import secret_of, to_client, to_upstream
+from interception.hooks import run_request_hooks
+from interception.inbound import as_object, drain, read_body, written
+from interception.serving import refusal, serve
+from interception.session import RolloutSession
+from interception.trace import Attempt
+from interception.turn import Call, Exchange, Failure
+from interception.upstream import failure
+from tunnel import HEALTH_PATH, IDENTITY_HEADER
+
+if TYPE_CHECKING:
+    from interception.server import InterceptionServer
+
+logger = logging.getLogger("interception")
+
+SESSION_HEADER = "X-Session-ID"
+"""Sent upstream: routers keep a session's calls on one engine by it."""
+
+HASH_INLINE = 1024**2
+"""Bytes up to which a body is hashed on the event loop (about a millisecond)."""
+
+PATHS_COUNTED = 100
+"""Routes that are not served and yet asked for which a session tells apart."""
+
+UNKNOWN_SECRET = "the key is not one of a running rollout: use the model secret of its slot"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """The routes of one server."""
+
+    def __init__(self, server: "InterceptionServer") -> None:
+        self._server = server
+        self._policy = server.config.serving
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._policy.body_cap, middlewares=[self._arrival])
+        app.router.add_get(HEALTH_PATH, self._health)
+        app.router.add_route("HEAD", "/", self._root)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/responses", self._websocket)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.path, self._guarded(dialect, self._call))
+            if dialect.count_path is not None:
+                app.router.add_post(dialect.count_path, self._guarded(dialect, self._count))
+        app.router.add_route("*", r"/{path:[\s\S]*}", self._unknown)  # also with a line break in it
+        return app
+
+    @web.middleware
+    async def _arrival(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._server.tunnel is not None:
+            self._server.tunnel.note_arrival(request.headers)
+        return await handler(request)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok", headers={IDENTITY_HEADER: self._server.identity})
+
+    async def _root(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    # -- what is not served --------------------------------------------------------------------
+
+    async def _websocket(self, request: web.Request) -> web.Response:
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            return await self._unknown(request)
+        # At once, so that the client falls back to HTTP.
+        return web.Response(status=426, headers={"Upgrade": "HTTP/1.1", "Connection": "close"})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        dialect = _dialect_of(request)
+        session = self._server.session_of(secret_of(request.headers))
+        await drain(request)
+        if session is None:
+            return refusal(dialect, Failure(401, UNKNOWN_SECRET))
+        # Not decoded: a line break in it would forge a line of the log.
+        route = f"{request.method} {request.rel_url.raw_path}"
+        if route in session.unknown_paths or len(session.unknown_paths) < PATHS_COUNTED:
+            session.unknown_paths[route] += 1
+        if session.unknown_paths[route] == 1:
+            logger.warning("session %s: %s was asked for, and is not served", session.id, route)
+        served = ", ".join(dialect.path for dialect in DIALECTS)
+        return refusal(dialect, Failure(404, f"{route} is not served here; model routes are {served}"))
+
+    # -- beside the turns ----------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(_dialect_of(request), self._list_models)(request)
+
+    async def _list_models(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        return await self._relay(request, dialect, session, "GET", "/v1/models", None)
+
+    async def _count(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        assert dialect.count_path is not None
+        body = await read_body(request, self._policy.body_cap)
+        session.check_open()
+        asked = await as_object(body)
+        if session.model:
+            body = written({**asked, "model": session.model})
+        return await self._relay(request, dialect, session, "POST", dialect.count_path, body)
+
+    async def _relay(
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        session: RolloutSession,
+        method: str,
+        path: str,
+        body: bytes | None,
+    ) -> web.StreamResponse:
+        """A call that is no turn: it fails no rollout, and never hangs."""
+        upstream = session.upstream
+        url = _with_query(dialect.url(upstream.base_url, path), request)
+        try:
+            async with (
+                asyncio.timeout(self._policy.models_timeout),
+                self._server.upstreams.request(
+                    upstream, method, url, headers=_upstream_headers(request, session, dialect), body=body
+                ) as answer,
+            ):
+                return web.Response(status=answer.status, body=await answer.read(), headers=to_client(answer.headers))
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            logger.warning("%s %s of session %s got no answer: %s", method, path, session.id, error or "too slow")
+            raise Failure(502, f"no answer from the upstream {upstream.base_url} to {method} {path}") from error
+
+    # -- turns ---------------------------------------------------------------------------------
+
+    def _guarded(
+        self,
+        dialect: Dialect,
+        handler: Callable[[web.Request, Dialect, RolloutSession, str], Awaitable[web.StreamResponse]],
+    ) -> Handler:
+        """Admits by secret, and tells every failure in the dialect's shape."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            call_id = uuid.uuid4().hex
+            try:
+                session = self._server.session_of(secret_of(request.headers))
+                if session is None:
+                    raise Failure(401, UNKNOWN_SECRET)
+                return await handler(request, dialect, session, call_id)
+            except Failure as failed:
+                # It may stay with its call: the frames it came through, and all they hold, must not stay with it.
+                failed.with_traceback(None)
+                await drain(request)
+                return refusal(dialect, failed, call_id)
+            except ConnectionError:
+                return web.Response(status=499)  # gone while it was still sending
+            except Exception:
+                logger.exception("call %s failed in an unforeseen way", call_id)
+                return refusal(dialect, Failure(500, "the interception server failed; see its log"), call_id)
+
+        return handle
+
+    async def _call(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        queued = time.time()
+        session.calls_seen += 1
+        call, arrived = await self._call_of(request, dialect, session, call_id, queued)
+        behind_tunnel = self._server.tunnel is not None
+        whole = session.streaming == "whole" or (
+            session.streaming == "auto" and (behind_tunnel or bool(session.on_response))
+        )
+        try:
+            return await serve(
+                request,
+                call,
+                call.exchange,
+                since=arrived,
+                whole=whole,
+                behind_tunnel=behind_tunnel,
+                policy=self._policy,
+            )
+        finally:
+            session.ledger.trim(self._policy)
+
+    async def _call_of(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str, queued: float
+    ) -> tuple[Call, float]:
+        """The call that the request makes or repeats, with an attempt under way or done, and when it had arrived.
+
+        Apart from serving it, so that nothing holds the body while the upstream takes its time.
+        """
+        raw = await read_body(request, self._policy.body_cap)
+        arrived = time.monotonic()
+        digest = await _digest(raw)
+        session.check_open()
+        marked, key = _is_retry(request.headers), request.headers.get("Idempotency-Key") or None
+        if marked or key is not None:
+            await session.ledger.admitted(request.raw_path, digest, key)
+        session.ledger.trim(self._policy)  # what has grown too old meanwhile is no answer
+        call = session.ledger.find(request.raw_path, digest, marked=marked, key=key)
+        if call is None:
+            async with session.ledger.admitting(request.raw_path, digest, key):
+                call = await self._new_call(request, dialect, session, call_id, raw, digest, queued, key)
+        elif call.exchange.ended and call.exchange.failure is not None:
+            if call.failure_kept:
+                call.failure_kept = False
+                raise call.exchange.failure
+            session.check_turn()
+            self._attempt(session, call, call_id, _body_again(session, call, raw))
+        return call, arrived
+
+    async def _new_call(
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        session: RolloutSession,
+        call_id: str,
+        raw: bytes,
+        digest: bytes,
+        queued: float,
+        key: str | None,
+    ) -> Call:
+        asked = await as_object(raw)
+        wanted = {**session.sampling, **({"model": session.model} if session.model else {})}
+        asked.update(wanted)
+        session.check_turn()
+        if session.on_request:
+            asked = await run_request_hooks(session, asked)
+            session.check_turn()  # another call may have begun, or the rollout ended, while the hooks ran
+        streamed = asked.get("stream") is True
+        sent = asked
+        withhold = streamed and self._policy.request_usage and not dialect.wants_usage(asked)
+        if withhold:
+            sent = dialect.with_usage(asked)
+        body = written(sent) if _rewrites(session) or withhold else raw
+        try:
+            turn = session.trace.begin(
+                dialect=dialect.name, request=asked, messages_field=dialect.messages_field, streamed=streamed
+            )
+        except ValueError as error:
+            raise Failure(400, f"the request body cannot be recorded: {error}") from None
+        turn.queued = queued
+        call = Call(
+            dialect=dialect,
+            turn=turn,
+            path=request.raw_path,
+            digest=digest,
+            asked={name: asked.get(name) for name in ("n", "model")},
+            body=b"",
+            headers=_upstream_headers(request, session, dialect),
+            streamed=streamed,
+            withhold_usage=withhold,
+        )
+        self._attempt(session, call, call_id, body)
+        session.ledger.add(call, key=key)
+        return call
+
+    def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes) -> None:
+        """One more attempt of the call, as a task of its own."""
+        call.body = body
+        attempt = Attempt(call_id)
+        call.turn.attempts.append(attempt)
+        call.failure_kept = False
+        upstream = session.upstream
+        base = call.dialect.url(upstream.base_url, call.dialect.path)
+        _, _, query = call.path.partition("?")
+        url = f"{base}?{query}" if query else base
+        headers = CIMultiDict(call.headers)
+        headers[CALL_ID_HEADER] = call_id
+
+        async def work(exchange: Exchange) -> None:
+            sending = self._server.upstreams.request(upstream, "POST", url, headers=headers, body=call.body)
+            call.body = b""  # nobody holds it once it is sent: the record has it, and a retry brings its own
+            try:
+                async with sending as response:
+                    await AnswerReader(session, call, exchange, self._policy).read(response)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                raise failure(error, upstream) from error
+
+        call.exchange = Exchange(attempt, work)
+        call.exchange.on_end = lambda: self._ended(session, call)
+
+    def _ended(self, session: RolloutSession, call: Call) -> None:
+        attempt, failed = call.turn.attempts[-1], call.exchange.failure
+        call.body = b""  # also where it was cancelled before it was sent
+        # What refers to its own frames would keep the rollout's record until the garbage collector comes by.
+        call.exchange.on_end = None
+        if failed is not None:
+            failed.with_traceback(None).__cause__ = failed.__context__ = None
+        logger.log(
+            logging.DEBUG if attempt.error is None else logging.WARNING,
+            "call %s of session %s: %s, status %s%s",
+            attempt.call_id,
+            session.id,
+            call.dialect.name,
+            attempt.status,
+            f": {attempt.error}" if attempt.error else "",
+        )
+        session.attempt_ended(call.turn)
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    return MESSAGES if "anthropic-version" in request.headers or request.path.startswith(MESSAGES.path) else CHAT
+
+
+def _is_retry(headers: Mapping[str, str]) -> bool:
+    return headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+
+
+def _with_query(url: str, request: web.Request) -> str:
+    # As it was sent: a decoded query would not say the same.
+    _, _, query = request.raw_path.partition("?")
+    return f"{url}?{query}" if query else url
+
+
+def _upstream_headers(request: web.Request, session: RolloutSession, dialect: Dialect) -> CIMultiDict[str]:
+    headers = CIMultiDict(to_upstream(request.headers))
+    headers[SESSION_HEADER] = session.id
+    headers.update(session.upstream.headers)
+    if key := session.upstream.api_key:
+        headers.update(dialect.auth(key.get_secret_value()))
+    return headers
+
+
+def _rewrites(session: RolloutSession) -> bool:
+    return bool(session.sampling or session.model or session.on_request)
+
+
+def _body_again(session: RolloutSession, call: Call, raw: bytes) -> bytes:
+    """What is sent in another attempt: hooks have had their say, and are not asked again."""
+    if not _rewrites(session) and not call.withhold_usage:
+        return raw
+    asked = call.turn.request
+    return written(call.dialect.with_usage(asked) if call.withhold_usage else asked)
+
+
+async def _digest(body: bytes) -> bytes:
+    if len(body) <= HASH_INLINE:
+        return hashlib.blake2b(body, digest_size=16).digest()
+    return await asyncio.to_thread(lambda: hashlib.blake2b(body, digest_size=16).digest())

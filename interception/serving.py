@@ -1,0 +1,152 @@
+"""Giving a harness its answer: when it is begun, what bridges a silence, and how it ends if the answer does not."""
+
+import logging
+import time
+
+import orjson
+from aiohttp import web
+
+from interception.base import CALL_ID_HEADER
+from interception.dialects.base import Dialect, Stream
+from interception.headers import to_client
+from interception.policy import ServingPolicy
+from interception.sse import loads
+from interception.turn import Call, Exchange, Failure
+
+logger = logging.getLogger("interception")
+
+
+async def serve(
+    request: web.Request,
+    call: Call,
+    exchange: Exchange,
+    *,
+    since: float,
+    whole: bool,
+    behind_tunnel: bool,
+    policy: ServingPolicy,
+) -> web.StreamResponse:
+    """Answer `request` from `exchange`, which other requests may read too.
+
+    `whole`: a stream is begun when the turn is complete, not at its first event. `since`: the monotonic time from
+    which the edge counts. Raises the `Failure` of an exchange whose answer has not been begun.
+    """
+    call.readers += 1
+    try:
+        wait_for_end = whole or not call.streamed
+        graced = behind_tunnel and (call.streamed or policy.keepalive_unstreamed)
+        # A stream is complete with its terminal event: its upstream may keep the connection open for long after that.
+        in_time = await exchange.wait(
+            lambda: exchange.ended or exchange.terminal is not None or (not wait_for_end and bool(exchange.chunks)),
+            max(0.0, since + policy.grace - time.monotonic()) if graced else None,
+        )
+        if in_time and exchange.failure is not None and (wait_for_end or not exchange.chunks):
+            raise exchange.failure
+        streamed = exchange.head.stream is not None if exchange.head is not None else call.streamed
+        if streamed:
+            return await _stream(request, call, exchange, policy)
+        if in_time:
+            await exchange.wait(lambda: exchange.ended)
+            return await _body(request, call, exchange)
+        return await _padded(request, call, exchange, policy)
+    except ConnectionError:
+        # The harness went away. The exchange goes on without it; a retry finds the answer.
+        return web.Response(status=499)
+    finally:
+        call.readers -= 1
+
+
+async def _body(request: web.Request, call: Call, exchange: Exchange) -> web.StreamResponse:
+    """An answer that is there already."""
+    if exchange.failure is not None:
+        raise exchange.failure
+    assert exchange.head is not None
+    body = exchange.body
+    response = web.StreamResponse(status=exchange.head.status, headers=_headers(exchange, "application/json"))
+    response.content_length = len(body)
+    await response.prepare(request)
+    await response.write(body)
+    await response.write_eof()
+    call.turn.delivered = True
+    return response
+
+
+async def _padded(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
+    """A slow answer behind an edge that will not wait: begun with white space, which is no change to JSON."""
+    response = web.StreamResponse(status=200, headers=_headers(exchange, "application/json"))
+    await response.prepare(request)
+    while not exchange.ended:
+        await response.write(b" ")
+        await exchange.wait(lambda: exchange.ended, policy.keepalive_interval)
+    if exchange.failure is not None:
+        # Cut without a final chunk, so that the SDK tries again; its retry is told the outcome, once.
+        call.failure_kept = True
+        logger.warning("call %s was cut after it had been begun: %s", exchange.attempt.call_id, exchange.failure)
+        abort(request)
+        return response
+    await response.write(exchange.body)
+    await response.write_eof()
+    call.turn.delivered = True
+    return response
+
+
+async def _stream(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
+    headers = {**_headers(exchange, "text/event-stream"), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(status=200, headers=headers)
+    await response.prepare(request)
+    unread = call.new_stream()  # what stands for the upstream's stream until that begins
+    sent = 0
+    spoke = time.monotonic()
+    while True:
+        if sent < len(exchange.chunks):
+            fresh = exchange.chunks[sent:]
+            events = b"".join(fresh)
+            if exchange.head is not None and exchange.head.stream is None:
+                events = call.rendered(loads(events))  # begun as a stream, and then answered as none
+            await response.write(events)
+            sent += len(fresh)
+            spoke = time.monotonic()
+            if exchange.terminal is not None and sent > exchange.terminal and exchange.failure is None:
+                call.turn.delivered = True
+        elif exchange.ended:
+            break
+        elif not await exchange.more(sent, policy.keepalive_interval):
+            await response.write(
+                call.dialect.keepalive(_read_so_far(exchange, unread), time.monotonic() - spoke, request.headers)
+            )
+    if exchange.failure is not None and not exchange.failure.relayed:
+        logger.warning("call %s broke off in its stream: %s", exchange.attempt.call_id, exchange.failure)
+        await response.write(
+            call.dialect.error_event(_read_so_far(exchange, unread), exchange.failure.status, exchange.failure.message)
+        )
+    await response.write_eof()
+    return response
+
+
+def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:
+    return exchange.head.stream or unread if exchange.head is not None else unread
+
+
+def _headers(exchange: Exchange, content_type: str) -> dict[str, str]:
+    upstream = to_client(exchange.head.headers) if exchange.head is not None else {}
+    ours = {"Content-Type": content_type, CALL_ID_HEADER: exchange.attempt.call_id}
+    # Under their own spelling an upstream's headers would stand beside ours.
+    taken = {name.lower() for name in ours}
+    return {**{name: value for name, value in upstream.items() if name.lower() not in taken}, **ours}
+
+
+def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:
+    """An error in the dialect's shape; an upstream's own, in shape already, as it was sent."""
+    headers = {**failure.headers, **({CALL_ID_HEADER: call_id} if call_id else {})}
+    return web.Response(
+        status=failure.status,
+        body=failure.body or orjson.dumps(dialect.error(failure.status, failure.message)),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def abort(request: web.Request) -> None:
+    """Cut the connection: what was sent so far is not the end."""
+    if request.transport is not None:
+        request.transport.abort()
