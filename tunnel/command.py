@@ -226,10 +226,11 @@ class _Program:
         if self._serving:
             return
         if self._url is None and config.url_pattern is not None and (match := re.search(config.url_pattern, line)):
+            found = next(filter(None, match.groups()), match[0])
             try:
-                self._url = _public_url(next(filter(None, match.groups()), match[0]))
+                self._url = _public_url(found)
             except ValueError as error:
-                self._bad_url = self._output.presentable(str(error))
+                self._bad_url = self._output.presentable(f"{found!r} is {error}")
         if config.ready_pattern is not None and re.search(config.ready_pattern, line):
             self._ready_seen = True
         self._decide()
