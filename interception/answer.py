@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
-from interception.dialects.base import Phase
+from interception.dialects.base import Phase, read_error
 from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
@@ -18,6 +18,11 @@ from interception.sse import SseEvent, SseParser, dumps, loads
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
+
+SLICE = 64 * 1024
+"""Bytes of a stream that are read without letting others run: a small gzip can be a hundred thousand events."""
+
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 EXCERPT = 500
 """Characters of an upstream's error page that are quoted."""
@@ -40,7 +45,7 @@ class AnswerReader:
             except (TimeoutError, aiohttp.ClientError, OSError):
                 body = b""  # the status says enough
             raise self._refusal(response.status, response.headers, body)
-        if self._call.streamed and response.content_type == "text/event-stream":
+        if self._call.streamed and "text/event-stream" in response.headers.get("Content-Type", "").lower():
             await self._stream(response)
         else:
             await self._whole(response)
@@ -54,8 +59,16 @@ class AnswerReader:
         body = await response.read()
         answer = parsed(body)
         if answer is None:
+            body = self._redacted(body)
             self._note(body, whole=False)
             raise Failure(502, f"the upstream's answer is no JSON object: {excerpt(body)}")
+        if answer.get("type") == "error" or (answer.get("error") and not answer.get("output")):
+            # Some gateways answer 200 with an error. The SDKs would read past it, and show an empty answer.
+            body = self._redacted(body)
+            message, status = read_error(answer)
+            self._note(body, whole=False)
+            text = self._session.upstream.redacted(message or "it answered 200 with an error")
+            raise Failure(status if status and status >= 400 else 502, text, body=body)
         changed = await self._hooked(answer)
         if changed is not None:
             answer, body = changed, dumps(changed)
@@ -88,7 +101,7 @@ class AnswerReader:
                     chunk = await response.content.readany()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            for event in parser.feed(chunk) if chunk else _rest_of(parser):
+            async for event in _events(parser, chunk):
                 phase = stream.feed(event)
                 # Comments and the like are no beginning: what follows them may still be an error with a status.
                 begun = begun or (phase is Phase.OPEN and event.data is not None)
@@ -102,11 +115,11 @@ class AnswerReader:
             if not chunk:
                 break
         if phase is Phase.FAILED:
-            message = stream.error() or "the upstream's stream said that it failed"
+            message = self._session.upstream.redacted(stream.error() or "the upstream's stream said that it failed")
             self._note(stream.response(), whole=False)
             relayed = begun and not hooked
             if relayed:
-                exchange.release(b"".join(held))
+                exchange.release(self._redacted(b"".join(held)))
             # Some errors the SDKs read past: those are told again, in a shape they raise for.
             raise Failure(stream.error_status() or 502, message, relayed=relayed and stream.error_shown())
         if phase is Phase.OPEN:
@@ -133,9 +146,11 @@ class AnswerReader:
             while chunk := await response.content.readany():
                 self._exchange.release(
                     b"".join(
-                        event.raw
-                        for event in parser.feed(chunk)
-                        if not (self._call.withhold_usage and usage_chunk(event))
+                        [
+                            event.raw
+                            async for event in _events(parser, chunk)
+                            if not (self._call.withhold_usage and usage_chunk(event))
+                        ]
                     )
                 )
         except (TimeoutError, aiohttp.ClientError, OSError):
@@ -168,14 +183,22 @@ class AnswerReader:
             logger.warning("turn %s is recorded without its answer: %s", turn.id, error)
             turn.record(response=None, usage=usage, finish_reason=finish_reason)
 
+    def _redacted(self, body: bytes) -> bytes:
+        text = body.decode(errors="surrogateescape")
+        return self._session.upstream.redacted(text).encode(errors="surrogateescape")
+
     def _refusal(self, status: int, headers: Any, body: bytes) -> Failure:
         """An error answer of the upstream's, with its status, its headers and, if it is in shape, its body."""
         self._exchange.attempt.status = status
         self._exchange.attempt.first_byte = time.time()
-        kept = {name: value for name, value in to_client(headers).items() if name.lower() != "content-type"}
-        if status < 400:
-            where = headers.get("Location", "nowhere")
+        redacted = self._session.upstream.redacted
+        body = self._redacted(body)
+        kept = {name: redacted(value) for name, value in to_client(headers).items() if name.lower() != "content-type"}
+        if status in REDIRECTS and "Location" in headers:
+            where = redacted(headers["Location"])
             return Failure(502, f"the upstream redirects to {where}: configure that as its base_url")
+        if status < 400:
+            return Failure(502, f"the upstream answered {status}, which is no answer to a model call")
         if self._call.dialect.prompt_too_long(status, body):
             self._session.truncated()
         answer = parsed(body)
@@ -183,6 +206,21 @@ class AnswerReader:
         if answer is not None and "error" in answer:
             return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept, body=body)
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
+
+
+async def _events(parser: SseParser, chunk: bytes) -> AsyncIterator[SseEvent]:
+    """The events that `chunk` completes, others running in between; for an empty one what the stream ended with."""
+    if not chunk:
+        for event in _rest_of(parser):
+            yield event
+        return
+    for start in range(0, len(chunk), SLICE):
+        if start:
+            await asyncio.sleep(0)
+        for number, event in enumerate(parser.feed(chunk[start : start + SLICE]), 1):
+            if number % 256 == 0:
+                await asyncio.sleep(0)
+            yield event
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:

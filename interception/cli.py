@@ -1,6 +1,7 @@
 """The command line: `interception`."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -138,7 +139,7 @@ def run(
     through = _tunnel(tunnel)
     if trace is not None:
         try:
-            trace.touch()  # now, and not after the program has run for an hour
+            trace.open("ab").close()  # now, and not after the program has run for an hour
         except OSError as error:
             raise typer.BadParameter(f"{trace} cannot be written: {error.strerror}", param_hint="--trace") from None
     if target is None:
@@ -177,7 +178,10 @@ def run(
 
 
 def _say(line: str) -> None:
-    typer.echo(f"interception: {line}", err=True)
+    # Names and errors come from the program and its upstream: nothing in them may speak to the terminal.
+    line = "".join(mark if mark.isprintable() else "?" for mark in line)
+    with contextlib.suppress(OSError, ValueError):  # a reader of ours that left is no reason not to run the program
+        typer.echo(f"interception: {line}", err=True)
 
 
 def _upstream(url: str | None, key_variable: str) -> Upstream | None:

@@ -42,7 +42,7 @@ def to_upstream(headers: Mapping[str, str]) -> dict[str, str]:
 
 def to_client(headers: Mapping[str, str]) -> dict[str, str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""
-    return _crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding"}))
+    return _crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding", "x-vf-call-id"}))
 
 
 def secret_of(headers: Mapping[str, str]) -> str:

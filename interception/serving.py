@@ -41,9 +41,9 @@ async def serve(
             max(0.0, since + policy.grace - time.monotonic()) if graced else None,
         )
         if in_time and exchange.failure is not None and (wait_for_end or not exchange.chunks):
+            exchange.failure.call_id = exchange.attempt.call_id
             raise exchange.failure
-        streamed = exchange.head.stream is not None if exchange.head is not None else call.streamed
-        if streamed:
+        if call.streamed:  # also where the upstream answered it with none: the SDKs would read an empty stream
             return await _stream(request, call, exchange, policy)
         if in_time:
             await exchange.wait(lambda: exchange.ended)
@@ -59,6 +59,7 @@ async def serve(
 async def _body(request: web.Request, call: Call, exchange: Exchange) -> web.StreamResponse:
     """An answer that is there already."""
     if exchange.failure is not None:
+        exchange.failure.call_id = exchange.attempt.call_id
         raise exchange.failure
     assert exchange.head is not None
     body = exchange.body
@@ -137,6 +138,7 @@ def _headers(exchange: Exchange, content_type: str) -> dict[str, str]:
 
 def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:
     """An error in the dialect's shape; an upstream's own, in shape already, as it was sent."""
+    call_id = failure.call_id or call_id
     headers = {**failure.headers, **({CALL_ID_HEADER: call_id} if call_id else {})}
     return web.Response(
         status=failure.status,

@@ -24,6 +24,10 @@ logger = logging.getLogger("interception")
 T = TypeVar("T")
 
 
+SECRET_LENGTH = 8
+"""Characters from which on a value is taken for a secret: shorter ones stand in innocent texts too."""
+
+
 class InterceptionError(Exception):
     """A rollout cannot be recorded as its session asks."""
 
@@ -46,6 +50,37 @@ class Upstream(BaseModel):
     """Seconds to connect."""
     idle_timeout: float | None = Field(600.0, gt=0)
     """Seconds without a byte from the upstream after which a call has failed; None: never. There is no total limit."""
+
+    def redacted(self, text: str) -> str:
+        """`text` of the upstream's without our key and header values: an upstream that quotes them back must not bring
+        them into a sandbox, a trace or a log."""
+        for secret in self._secrets():
+            text = text.replace(secret, "***")
+        return text
+
+    def _secrets(self) -> list[str]:
+        found = [self.api_key.get_secret_value()] if self.api_key else []
+        for value in self.headers.values():
+            found += [value, value.partition(" ")[2]]  # also without the word before a token
+        return sorted({secret for secret in found if len(secret) >= SECRET_LENGTH}, key=len, reverse=True)
+
+    @field_validator("api_key")
+    @classmethod
+    def _key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is None:
+            return None
+        stripped = key.get_secret_value().strip()  # a line break at the end of a file
+        if not stripped.isprintable():
+            raise ValueError("the api_key has characters that no header can carry")
+        return SecretStr(stripped) if stripped else None
+
+    @field_validator("headers")
+    @classmethod
+    def _headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not (name and name.isascii() and name.isprintable() and value.isprintable()) or ":" in name:
+                raise ValueError("a header has characters that no header can carry")
+        return headers
 
     @field_validator("base_url")
     @classmethod
@@ -93,6 +128,15 @@ class RolloutSession:
             raise ValueError(f"sampling must be fields of a JSON request: {error}") from None
         if streaming not in ("auto", "live", "whole"):
             raise ValueError(f"streaming must be 'auto', 'live' or 'whole', not {streaming!r}")
+        if fixed := {"stream", "messages", "input"} & set(sampling or {}):
+            raise ValueError(f"sampling cannot set {', '.join(sorted(fixed))}: that is the harness's to say")
+        if limits is not None and not isinstance(limits, RolloutLimits):
+            raise TypeError(f"limits must be RolloutLimits, not {type(limits).__name__}")
+        on_request, on_response = tuple(on_request), tuple(on_response)
+        if not all(callable(hook) for hook in (*on_request, *on_response)):
+            raise TypeError("hooks must be callable")
+        if id is not None and not id.isprintable():
+            raise ValueError("a session's id stands in headers and logs: it cannot have line breaks")
         self.upstream = upstream
         self.id = id or uuid.uuid4().hex
         self.model = model
@@ -100,8 +144,8 @@ class RolloutSession:
         self.limits = limits or RolloutLimits()
         self.state = state
         self.streaming = streaming
-        self.on_request = tuple(on_request)
-        self.on_response = tuple(on_response)
+        self.on_request = on_request
+        self.on_response = on_response
         self.trace = Trace(self.id)
         self.stop_condition: str | None = None
         """Why the rollout was stopped short: a limit, a hook's reason, or `prompt_too_long`."""
@@ -120,6 +164,8 @@ class RolloutSession:
         """Model calls that were admitted, retries included."""
         self.unknown_paths: Counter[str] = Counter()
         """Routes the harness asked for that are not served, with how often."""
+        self.preparing: set[asyncio.Future[Any]] = set()
+        """Request hooks under way: their calls are in no ledger yet."""
         self._stopped = False
 
     @property
@@ -180,6 +226,8 @@ class RolloutSession:
             return 0
         self.released = True
         pending = sum(call.exchange.cancel(refused_for_good(f"cancelled: {reason}")) for call in self.ledger)
+        for hooks in self.preparing:
+            hooks.cancel()
         self.ledger.clear()
         self.trace.seal()
         if pending:

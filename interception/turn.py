@@ -39,6 +39,8 @@ class Failure(Exception):
         self.headers = dict(headers or {})
         self.body = body
         self.relayed = relayed
+        self.call_id: str | None = None
+        """Of the attempt that failed, where there was one."""
 
 
 def refused_for_good(message: str) -> Failure:
@@ -143,6 +145,9 @@ class Exchange:
             self._end(Failure(500, "the interception server failed; see its log"))
         else:
             self._end(None)
+        finally:
+            # A net for what is no Exception: a reader must not wait for ever.
+            self._end(Failure(500, "the call ended in an unforeseen way"))
 
     def _end(self, failure: Failure | None) -> None:
         if self.ended:

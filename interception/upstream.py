@@ -87,4 +87,7 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
         return Failure(503, f"the upstream {where} cannot be reached: {_reason(error.os_error)}")
     if isinstance(error, aiohttp.ClientPayloadError):
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
-    return Failure(503, f"the upstream {where} closed the connection: {error or type(error).__name__}")
+    if isinstance(error, aiohttp.ClientResponseError):  # it would quote what came
+        return Failure(502, f"the upstream {where} sent no valid HTTP answer")
+    reason = upstream.redacted(str(error)) or type(error).__name__
+    return Failure(503, f"the upstream {where} closed the connection: {reason}")

@@ -104,7 +104,10 @@ class ChatStream(Stream):
         if failed:
             self._failed(chunk, data, shown=shown)
         if chunk is None:
-            return Phase.FAILED if failed else Phase.DONE if data.strip() == "[DONE]" else Phase.OPEN
+            if failed:
+                return Phase.FAILED
+            # Of nothing there is no end: a stream of `[DONE]` alone broke off.
+            return Phase.DONE if data.strip() == "[DONE]" and self._choices else Phase.OPEN
         for name, value in chunk.items():
             if name not in ("choices", "error"):
                 put(self._top, name, value)

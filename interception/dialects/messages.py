@@ -106,7 +106,7 @@ class MessagesStream(Stream):
         elif kind == "message_delta":
             return self._read_end(payload)
         elif kind == "message_stop":
-            return Phase.DONE
+            return Phase.DONE if self._message is not None or self._blocks else Phase.OPEN
         return Phase.OPEN
 
     def _read_end(self, payload: Json) -> Phase:

@@ -533,14 +533,6 @@ class TestByValue:
             assert CHAT.in_error_shape(json.loads(body))
             assert running.trace.turns == []
 
-    @by_wire
-    async def test_an_override_may_make_a_call_a_stream(self, wire: Wire) -> None:
-        async with rollout(sampling={"stream": True}) as running:
-            running.upstream.then(says(wire, stream=True))
-            _, headers, _ = await post(running, wire, wire.request())
-            assert headers["Content-Type"] == "text/event-stream"
-            assert running.trace.turns[0].streamed
-
 
 async def test_no_model_list_holds_a_rollout_at_its_end() -> None:
     """A call beside the turns is told of the end, too, once its body is read."""

@@ -11,7 +11,8 @@ import pytest
 
 from interception import InterceptionServer, RolloutSession, ServingPolicy, Upstream
 from interception.dialects import CHAT
-from interception.sse import Json, SseEvent, sse
+from interception.dialects.base import Phase
+from interception.sse import Json, SseEvent, SseParser, sse
 from tests.helpers import until
 from tests.interception.scripted import (
     PATIENT,
@@ -695,12 +696,20 @@ class TestOddAnswers:
             assert (await running.call(WIRE, WIRE.request(stream=True))).body == b"".join([first, *odd, *rest])
 
     @by_wire
-    async def test_a_stream_that_the_upstream_answers_with_json_is_relayed_as_json(self, wire: Wire) -> None:
+    async def test_a_stream_that_the_upstream_answers_with_json_is_a_stream_all_the_same(self, wire: Wire) -> None:
+        # The SDKs would read plain JSON as a stream without any event: an empty answer, and no error.
         for streaming in ("live", "whole"):
             async with rollout(streaming=streaming) as running:
                 running.upstream.then(answers(wire.answer()))
                 answer = await running.call(wire, wire.request(stream=True))
-                assert (answer.headers["Content-Type"], answer.body) == ("application/json", wire.body())
+                assert answer.headers["Content-Type"] == "text/event-stream"
+                stream, parser = wire.dialect.stream(), SseParser()
+                for event in [*parser.feed(answer.body), *parser.end()]:
+                    stream.feed(event)
+                assert stream.phase is Phase.DONE
+                whole = stream.response()
+                assert whole is not None
+                assert wire.dialect.finish_reason(whole) == wire.dialect.finish_reason(wire.answer())
 
 
 def test_the_defaults_are_those_of_the_design() -> None:
