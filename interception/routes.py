@@ -53,6 +53,16 @@ class Routes:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._policy.body_cap, middlewares=[self._arrival])
+        tunnel = self._server.tunnel
+        if tunnel is not None and tunnel.path_prefix:
+            # The URL handed out has a marker in its path, by which requests through it are known.
+            marked = web.Application(client_max_size=self._policy.body_cap)
+            self._add_to(marked)
+            app.add_subapp(tunnel.path_prefix, marked)
+        self._add_to(app)
+        return app
+
+    def _add_to(self, app: web.Application) -> None:
         app.router.add_get(HEALTH_PATH, self._health)
         app.router.add_route("HEAD", "/", self._root)
         app.router.add_get("/v1/models", self._models)
@@ -62,13 +72,16 @@ class Routes:
             if dialect.count_path is not None:
                 app.router.add_post(dialect.count_path, self._guarded(dialect, self._count))
         app.router.add_route("*", r"/{path:[\s\S]*}", self._unknown)  # also with a line break in it
-        return app
 
     @web.middleware
     async def _arrival(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._server.tunnel is not None:
-            self._server.tunnel.note_arrival(request.headers)
-        return await handler(request)
+            self._server.tunnel.note_arrival(request.headers, request.path)
+        self._server.in_flight += 1
+        try:
+            return await handler(request)
+        finally:
+            self._server.in_flight -= 1
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok", headers={IDENTITY_HEADER: self._server.identity})
@@ -139,7 +152,12 @@ class Routes:
                     upstream, method, url, headers=_upstream_headers(request, session, dialect), body=body
                 ) as answer,
             ):
-                return web.Response(status=answer.status, body=await answer.read(), headers=to_client(answer.headers))
+                body, told = await answer.read(), to_client(answer.headers)
+                if answer.status >= 400:
+                    text = upstream.redacted(body.decode(errors="surrogateescape"))
+                    body = text.encode(errors="surrogateescape")
+                told = {name: upstream.redacted(value) for name, value in told.items()}
+                return web.Response(status=answer.status, body=body, headers=told)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             logger.warning("%s %s of session %s got no answer: %s", method, path, session.id, error or "too slow")
             raise Failure(502, f"no answer from the upstream {upstream.base_url} to {method} {path}") from error
@@ -218,6 +236,7 @@ class Routes:
         elif call.exchange.ended and call.exchange.failure is not None:
             if call.failure_kept:
                 call.failure_kept = False
+                call.exchange.failure.call_id = call.exchange.attempt.call_id
                 raise call.exchange.failure
             session.check_turn()
             self._attempt(session, call, call_id, _body_again(session, call, raw))
@@ -318,7 +337,8 @@ def _dialect_of(request: web.Request) -> Dialect:
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:
-    return headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+    count = headers.get("x-stainless-retry-count", "").strip()
+    return count.isdecimal() and int(count) > 0
 
 
 def _with_query(url: str, request: web.Request) -> str:

@@ -69,6 +69,8 @@ class InterceptionServer(Interception):
         self._stack = AsyncExitStack()
         self._lifecycle = asyncio.Lock()
         self._started = False
+        self.in_flight = 0
+        """Requests being answered, which a restart of its tunnel's client would fail."""
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class InterceptionServer(Interception):
         tunnel.on_event = self._tunnel_event
         tunnel.on_gone = self._tunnel_gone
         tunnel.in_use = lambda: self.load > 0
+        tunnel.in_flight = lambda: self.in_flight
         self._base_url = await self._stack.enter_async_context(tunnel.expose(port))
 
     async def _release_everything(self) -> None:

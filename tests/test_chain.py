@@ -25,11 +25,13 @@ from tests.helpers import until
 from tests.prime import FakePrime
 from tunnel import HEALTH_PATH, Gone, KeepAlivePolicy, PrimeTunnelConfig, RestartFailed, TunnelError, TunnelEvent
 
-# Minutes become half seconds. What a loaded machine may need is left as it is.
-POLICY = (
-    KeepAlivePolicy()
-    .scaled(0.01)
-    .model_copy(update={"probe_timeout": 5.0, "restart_timeout": 20.0, "give_up_after": 60.0})
+# Minutes become half seconds, or seconds become tenths. What a loaded machine may need is left as it is.
+UNSCALED = {"probe_timeout": 5.0, "restart_timeout": 20.0, "give_up_after": 60.0, "clock_jump": 2.0}
+PLAIN = KeepAlivePolicy(rule="plain").scaled(0.01).model_copy(update=UNSCALED)
+EVIDENCE = (
+    KeepAlivePolicy(rule="evidence")
+    .scaled(0.1)
+    .model_copy(update=UNSCALED | {"idle_spacing": 0.5, "busy_spacing": 0.5})
 )
 
 
@@ -47,7 +49,7 @@ class NextSdk(prime_tunnel.Tunnel):  # type: ignore[misc] # the SDK has no types
     async def keep_serving(self, path: str) -> NoReturn:
         failures = 0
         while True:
-            await asyncio.sleep(POLICY.confirm_after)
+            await asyncio.sleep(PLAIN.confirm_after)
             async with aiohttp.ClientSession() as session, session.get(f"{self.url}{path}") as response:
                 failures = 0 if response.status == 200 else failures + 1
             if failures == 2:
@@ -100,9 +102,13 @@ class Rollout:
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("keepalive", ["ours", "sdk"])
+@pytest.mark.parametrize(
+    ("keepalive", "policy"),
+    [("ours", EVIDENCE), ("ours", PLAIN), ("sdk", PLAIN)],
+    ids=["evidence", "plain", "sdk"],
+)
 async def test_a_lost_tunnel_ends_its_rollouts_and_the_next_ones_get_a_new_url(
-    service: FakePrime, keepalive: Any, monkeypatch: pytest.MonkeyPatch
+    service: FakePrime, keepalive: Any, policy: KeepAlivePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if keepalive == "sdk":
         monkeypatch.setattr(prime_tunnel, "Tunnel", NextSdk)
@@ -120,7 +126,7 @@ async def test_a_lost_tunnel_ends_its_rollouts_and_the_next_ones_get_a_new_url(
     async with EchoModel() as echo:
         upstream = Upstream(base_url=echo.base_url)
         config = ElasticInterceptionPoolConfig(
-            multiplex=2, tunnel=PrimeTunnelConfig(policy=POLICY, keepalive=keepalive)
+            multiplex=2, tunnel=PrimeTunnelConfig(policy=policy, keepalive=keepalive)
         )
         async with ElasticInterceptionPool(config, requires_tunnel=True, server_factory=make_server) as pool:
             pool.on_event = events.append

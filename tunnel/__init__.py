@@ -18,7 +18,16 @@ from tunnel.health import HEALTH_PATH, IDENTITY_HEADER, PROBE_HEADER
 from tunnel.keepalive import TunnelClient, keep_serving
 from tunnel.logs import TunnelLogHandler
 from tunnel.policy import KeepAlivePolicy
-from tunnel.state import Gone, Restarted, RestartFailed, StateChanged, StateName, TunnelEvent, TunnelState
+from tunnel.state import (
+    Counters,
+    Gone,
+    Restarted,
+    RestartFailed,
+    StateChanged,
+    StateName,
+    TunnelEvent,
+    TunnelState,
+)
 
 if TYPE_CHECKING:
     from tunnel.command import CommandTunnel
@@ -32,6 +41,7 @@ __all__ = [
     "BaseTunnelConfig",
     "CommandTunnel",
     "CommandTunnelConfig",
+    "Counters",
     "CustomTunnel",
     "CustomTunnelConfig",
     "Gone",

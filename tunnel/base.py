@@ -2,23 +2,30 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tunnel.errors import TunnelError, TunnelGoneError
+from tunnel.health import PROBE_HEADER
 from tunnel.keepalive import KeepAlive, TunnelClient
 from tunnel.policy import KeepAlivePolicy
-from tunnel.state import Gone, StateChanged, TunnelEvent, TunnelState
+from tunnel.state import Counters, Gone, StateChanged, TunnelEvent, TunnelState
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
 
 IDLE = TunnelState("idle")
+
+MARK_PATH = "/vf/t/"
+"""Before the random marker in the path of a URL whose proxy rewrites Host."""
+
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def in_url(host: str) -> str:
@@ -38,14 +45,21 @@ class Tunnel(ABC):
     restartable: ClassVar[bool] = True
     """Whether the keepalive may restart its client."""
 
-    def __init__(self, policy: KeepAlivePolicy) -> None:
+    def __init__(self, policy: KeepAlivePolicy, mark: Literal["host", "path"] = "host") -> None:
         self.policy = policy
+        self.path_prefix = MARK_PATH + secrets.token_hex(8) if mark == "path" else ""
+        """What the URL handed out ends in: the server behind it must serve its routes under this path too. A random
+        marker by which requests are known that came in through it, or empty: they are known by their Host."""
+        self.counters = Counters()
+        """For metrics."""
         self.gone: TunnelGoneError | None = None
         """Why it can never serve again, once that is known."""
         self.on_event: Callable[[TunnelEvent], None] | None = None
         """Called on the event loop with each event; if it raises, that is logged."""
         self.in_use: Callable[[], bool] = lambda: True
         """Whether anybody waits behind the URL: one that nobody uses is never given up."""
+        self.in_flight: Callable[[], int] = lambda: 0
+        """How many requests are being answered, which a restart of the client would fail."""
         self._on_gone: Callable[[], None] | None = None
         self._told_gone: Callable[[], None] | None = None
         self._exposed = False
@@ -68,8 +82,8 @@ class Tunnel(ABC):
 
     @property
     def url(self) -> str | None:
-        """The public URL while exposed."""
-        return self._url
+        """The public URL while exposed, as it is handed out."""
+        return None if self._url is None else self._url + self.path_prefix
 
     @property
     def state(self) -> TunnelState:
@@ -96,16 +110,28 @@ class Tunnel(ABC):
         if self._keepalive is not None:
             self._keepalive.report(reason)
 
-    def note_arrival(self, headers: Mapping[str, str]) -> None:
-        """The server behind the tunnel hands over each request's headers (a case-insensitive mapping)."""
-        if self._keepalive is None or self._url is None:
+    def note_arrival(self, headers: Mapping[str, str], path: str = "") -> None:
+        """The server behind the tunnel hands over each request's headers (a case-insensitive mapping) and path."""
+        if self._url is None or not self._is_ours(headers, path):
             return
-        host = urlsplit(self._url).netloc.lower()
-        if host in (headers.get("Host", "").lower(), headers.get("X-Forwarded-Host", "").lower()):
-            self._keepalive.arrived()
+        nonce = headers.get(PROBE_HEADER)
+        if nonce is None:
+            self.counters.arrivals += 1
+        if self._keepalive is not None:
+            self._keepalive.arrived(nonce)
+
+    def _is_ours(self, headers: Mapping[str, str], path: str) -> bool:
+        """Whether a request came in through the URL. To be forged it takes one who reaches the local port already."""
+        if self.path_prefix and path.startswith(self.path_prefix + "/"):
+            return True
+        parts = urlsplit(self._url or "")
+        default = DEFAULT_PORTS.get(parts.scheme, "")
+        ours = parts.netloc.lower().removesuffix(default)
+        named = [headers.get("Host", ""), *headers.get("X-Forwarded-Host", "").split(",")]
+        return any(host.strip().lower().removesuffix(default) == ours for host in named)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._url or 'not exposed'} {self._state.name}>"
+        return f"<{type(self).__name__} {self.url or 'not exposed'} {self._state.name}>"
 
     # -- for the kinds of tunnel ---------------------------------------------------------------
 
@@ -126,6 +152,8 @@ class Tunnel(ABC):
             on_event=self._noted,
             can_restart=self.restartable,
             in_use=lambda: self.in_use(),
+            in_flight=lambda: self.in_flight(),
+            counters=self.counters,
         )
         self._show(self._keepalive.state)
         await self._keepalive.run()
@@ -187,7 +215,7 @@ class _Exposure(AbstractAsyncContextManager[str]):
             tunnel._url = client.url.rstrip("/")
             tunnel._state = TunnelState("serving")
             self._watch = asyncio.create_task(self._supervise(client), name=f"keep {tunnel._url} serving")
-            return tunnel._url
+            return tunnel._url + tunnel.path_prefix
         except BaseException:
             await run_to_end(self._close())
             raise

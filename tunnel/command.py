@@ -45,7 +45,7 @@ class CommandTunnel(Tunnel):
     """
 
     def __init__(self, config: CommandTunnelConfig) -> None:
-        super().__init__(config.policy)
+        super().__init__(config.policy, config.mark)
         self.config = config
         self._client: _Client | None = None
 
@@ -73,6 +73,10 @@ class _Client:
         self._port = port
         self._report = report
         self._program: _Program | None = None
+
+    @property
+    def program(self) -> str:
+        return self._config.command[0]
 
     @property
     def is_running(self) -> bool:

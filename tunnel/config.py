@@ -38,6 +38,10 @@ class BaseTunnelConfig(BaseModel):
     policy: KeepAlivePolicy = KeepAlivePolicy()
     """When to probe, to restart and to give up."""
 
+    mark: Literal["host", "path"] = "host"
+    """What tells requests that came in through the URL: its own host in `Host` or `X-Forwarded-Host`, or, where a proxy
+    on the way rewrites those, a random marker in the path of the URL handed out."""
+
 
 class PrimeTunnelConfig(BaseTunnelConfig):
     """Prime's tunnel service (prime-tunnel SDK, frpc). Needs `PRIME_API_KEY` or `prime login`."""

@@ -12,7 +12,7 @@ class CustomTunnel(Tunnel):
     restartable = False
 
     def __init__(self, config: CustomTunnelConfig) -> None:
-        super().__init__(config.policy)
+        super().__init__(config.policy, config.mark)
         self.config = config
         self.bind_host = config.bind_host
         self.bind_port = config.port

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import weakref
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import prime_tunnel
 from prime_tunnel.binary import get_frpc_path
@@ -20,6 +21,7 @@ from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
 from tunnel.health import HEALTH_PATH
 from tunnel.keepalive import TunnelClient
 from tunnel.logs import install_log_handler
+from tunnel.probe import answers_http, is_address
 from tunnel.teardown import cancel_and_wait, protected, run_to_end
 
 logger = logging.getLogger("tunnel")
@@ -41,7 +43,7 @@ class PrimeTunnel(Tunnel):
 
     def __init__(self, config: PrimeTunnelConfig | None = None) -> None:
         config = config or PrimeTunnelConfig()
-        super().__init__(config.policy)
+        super().__init__(config.policy, config.mark)
         self.config = config
         try:
             api_key = prime_tunnel.Config().api_key
@@ -138,6 +140,8 @@ class PrimeTunnel(Tunnel):
 class _Client:
     """The SDK's tunnel as `keep_serving` drives it, and the way to be rid of it."""
 
+    program = "frpc"
+
     def __init__(self, sdk: "prime_tunnel.Tunnel", label: str, stop_timeout: float) -> None:
         self.sdk = sdk
         self._label = label
@@ -168,6 +172,26 @@ class _Client:
             raise TunnelGoneError(str(error)) from error
         except prime_tunnel.TunnelError as error:
             raise TunnelError(str(error)) from error
+
+    async def log_lines(self) -> list[str]:
+        # Of an frpc that has just exited the SDK waits for the last lines, and blocks.
+        return await asyncio.to_thread(lambda: list(self.sdk.recent_output))
+
+    async def record_status(self) -> str | None:
+        """The service's word on the registration; None: it has no record."""
+        status: str | None = (await self.sdk.status()).registration
+        if status is None and await self.sdk.check_registered():
+            return ""  # there is a record, and it gives no status
+        return status
+
+    async def reference_ok(self, timeout: float) -> bool | None:
+        """Whether the gateway is well for a name that cannot exist, beside ours; for a bare address nothing tells."""
+        parts = urlsplit(self.url or "")
+        _, _, domain = (parts.hostname or "").partition(".")
+        if not domain or is_address(parts.hostname or ""):
+            return None
+        port = f":{parts.port}" if parts.port else ""
+        return await answers_http(f"{parts.scheme}://{secrets.token_hex(8)}.{domain}{port}/", timeout=timeout)
 
     async def stop(self) -> None:
         """End frpc, delete the registration and the config file, all within the stop timeout."""

@@ -11,6 +11,7 @@ from tunnel.base import Tunnel
 from tunnel.config import SshTunnelConfig
 from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
 from tunnel.keepalive import TunnelClient
+from tunnel.probe import accepts_tcp
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
@@ -33,7 +34,7 @@ class SshTunnel(Tunnel):
     """
 
     def __init__(self, config: SshTunnelConfig) -> None:
-        super().__init__(config.policy)
+        super().__init__(config.policy, config.mark)
         self.config = config
         self._client: _Client | None = None
 
@@ -56,18 +57,26 @@ class _ForwardRefused(TunnelError):
 class _Client:
     """The connection to the relay as `keep_serving` drives it."""
 
+    program = "the SSH connection"
+
     def __init__(self, config: SshTunnelConfig, local_port: int) -> None:
         self.url: str | None = None
         self._config = config
         self._local_port = local_port
         self._port = config.remote_port  # what is asked for; 0 only until the relay has chosen
         self._connection: asyncssh.SSHClientConnection | None = None
+        self._peer = config.host, config.port  # by address, once it is known: ~/.ssh/config may have an alias
         self._refused_since: float | None = None  # the first refused forward in a row, by the loop's clock
 
     @property
     def is_running(self) -> bool:
         # The forward ends with its connection and not before: SSH has no message that takes it back.
         return self._connection is not None and not self._connection.is_closed()
+
+    async def reference_ok(self, timeout: float) -> bool:
+        """Whether the relay takes a connection on its ssh port."""
+        host, port = self._peer
+        return await accepts_tcp(host, port, timeout=timeout)
 
     async def start(self) -> None:
         """Connect for the first time; a refused forward is asked for again until `start_timeout`.
@@ -140,8 +149,11 @@ class _Client:
         opening = asyncio.ensure_future(self._log_in_and_forward())
         try:
             async with asyncio.timeout(timeout):
-                self._connection, port = await asyncio.shield(opening)
-                return port
+                connection, port = await asyncio.shield(opening)
+            self._connection = connection
+            if peer := connection.get_extra_info("peername"):
+                self._peer = str(peer[0]), int(peer[1])
+            return port
         except BaseException as error:
             await run_to_end(_abandon(opening))
             match error:

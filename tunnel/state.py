@@ -24,6 +24,22 @@ class TunnelState:
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
+@dataclass(slots=True)
+class Counters:
+    """What a tunnel has seen and done since it was made, for metrics: each number only grows."""
+
+    probes: int = 0
+    """Of the public URL that ran to their end."""
+    failed_probes: int = 0
+    """Those that did not find it serving."""
+    restarts: int = 0
+    """Of the client that succeeded."""
+    refused_restarts: int = 0
+    """Tries of a restart that failed."""
+    arrivals: int = 0
+    """Requests that came in through the URL, without our own probes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunnelEvent:
     """Something happened to the tunnel at `url`. `at` is in unix seconds."""

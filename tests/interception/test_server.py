@@ -1108,7 +1108,9 @@ class TestLife:
         self, tunnels: FakeTunnels, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         arrivals: list[str | None] = []
-        monkeypatch.setattr(FakeTunnel, "note_arrival", lambda tunnel, headers: arrivals.append(headers.get("x-probe")))
+        monkeypatch.setattr(
+            FakeTunnel, "note_arrival", lambda tunnel, headers, path: arrivals.append(headers.get("x-probe"))
+        )
         async with InterceptionServer(requires_tunnel=True) as server:
             for path in (HEALTH_PATH, "/v1/models", "/nowhere"):
                 async with http.get(server.base_url + path, headers={"X-Probe": path}):

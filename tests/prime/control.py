@@ -24,7 +24,8 @@ Answer = tuple[int, Mapping[str, Any], Mapping[str, str]]
 class ControlApi:
     """Not thread-safe, but for the fault tables: those may be changed from anywhere at any time."""
 
-    def __init__(self, registrations: dict[str, Registration], relay: Relay) -> None:
+    def __init__(self, registrations: dict[str, Registration], relay: Relay, domain: str | None = None) -> None:
+        self._domain = domain
         self._registrations = registrations
         self._relay = relay
         self._runner: web.AppRunner | None = None
@@ -97,7 +98,7 @@ class ControlApi:
         count = len(self.created)
         tunnel_id = f"t-{secrets.token_hex(6)}"
         self.created.append(tunnel_id)
-        address = f"127.77.{count // 250}.{count % 250 + 1}"
+        address = f"{tunnel_id}.{self._domain}" if self._domain else f"127.77.{count // 250}.{count % 250 + 1}"
         now = datetime.now(UTC)
         self._registrations[tunnel_id] = registration = Registration(
             tunnel_id=tunnel_id,
@@ -109,7 +110,8 @@ class ControlApi:
             created_at=now.isoformat(),
             expires_at=(now + timedelta(hours=24)).isoformat(),
         )
-        await self._relay.open_host(address)
+        if not self._domain:
+            await self._relay.open_host(address)
         access = {
             "frp_token": registration.token,
             "binding_secret": registration.secret,

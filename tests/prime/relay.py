@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -102,11 +103,12 @@ class Relay:
         self.port = 0
         self.http_port = 0
         self.gateway: dict[str, GatewayFault] = {}
+        self.host_path: dict[str, GatewayFault] = {}
         self.logins: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
 
     async def __aenter__(self) -> Self:
-        self.port = await self._listen(self._serve_frpc, "127.0.0.1", 0)
+        self.port = await self._listen(self._serve_frpc, "127.0.0.1", 0, self._tls())
         self.http_port = await self._listen(self._serve_http, "127.0.0.1", 0)
         return self
 
@@ -120,8 +122,16 @@ class Relay:
         if self._connections:
             await asyncio.wait(self._connections, timeout=5)
 
+    def _tls(self) -> ssl.SSLContext | None:
+        """For frpc's side."""
+        return None
+
     async def _listen(
-        self, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], host: str, port: int
+        self,
+        serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
     ) -> int:
         async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -135,7 +145,7 @@ class Relay:
                 del self._connections[task]
                 writer.close()
 
-        server = await asyncio.start_server(connection, host, port, backlog=1024)
+        server = await asyncio.start_server(connection, host, port, backlog=1024, ssl=tls)
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
 
@@ -188,26 +198,11 @@ class Relay:
         run_id: str,
     ) -> None:
         registration = self._registrations.get(user)
-        if registration is None:
-            refusal = "tunnel not registered"
-        elif registration.refusal:
-            refusal = registration.refusal
-        elif token != registration.token:
-            refusal = "token in login doesn't match token from configuration"
-        elif secret != registration.secret:
-            refusal = "invalid binding secret"
-        else:
-            refusal = ""
+        refusal = self._refusal(registration, registration is not None and token == registration.token, secret)
         if registration is None or refusal:
             send(writer, "login_resp", "", refusal)
             return
-        for old in self._of(user):
-            if old.run_id == run_id:
-                # frps 0.66: a login under the same run id ends the old session and waits for its end, which
-                # for a silent one comes only with the keepalive.
-                if not old.deaf:
-                    self._drop(old)
-                await old.closed.wait()
+        await self._take_over(user, run_id)
         if reader.at_eof():
             return
         session = Session(registration, run_id or secrets.token_hex(8), writer)
@@ -218,6 +213,27 @@ class Relay:
             await self._hear(session, reader)
         finally:
             self._drop(session)
+
+    @staticmethod
+    def _refusal(registration: Registration | None, knows_token: bool, secret: str) -> str:
+        """Why a login is refused; empty: it is not."""
+        if registration is None:
+            return "tunnel not registered"
+        if registration.refusal:
+            return registration.refusal
+        if not knows_token:
+            return "token in login doesn't match token from configuration"
+        return "" if secret == registration.secret else "invalid binding secret"
+
+    async def _take_over(self, user: str, run_id: str) -> None:
+        """frps 0.66: a login under the same run id ends the old session and waits for its end, which for a silent one
+        comes only with the keepalive.
+        """
+        for old in self._of(user):
+            if old.run_id == run_id:
+                if not old.deaf:
+                    self._drop(old)
+                await old.closed.wait()
 
     async def _hear(self, session: Session, reader: asyncio.StreamReader) -> None:
         """Answer a session until it is over for the relay, which may be long after its frpc has gone."""
@@ -272,6 +288,8 @@ class Relay:
         self.requests.append((tunnel_id, request_line.split(" ")[1]))
 
         fault = self.gateway.get(tunnel_id, self.gateway.get("*"))
+        if any(name.lower() == "x-vf-probe" for name, _ in headers):
+            fault = self.host_path.get(tunnel_id, self.host_path.get("*", fault))
         route = self._routes.get(tunnel_id)
         if fault == "hang":
             await reader.read(-1)  # until the client has had enough

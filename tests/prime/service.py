@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from prime_tunnel.binary import FRPC_VERSION
@@ -25,14 +25,19 @@ from tests.prime.relay import Registration, Relay
 class FakePrime:
     """Everything may be used from any thread while the service is entered; faults take effect at once."""
 
-    def __init__(self, home: Path, scale: float = 1.0) -> None:
-        """``scale`` multiplies the waits of relay and frpc: 10 s for a work connection, 30 s keepalives, and so on."""
+    relay_type: ClassVar[type[Relay]] = Relay
+
+    def __init__(self, home: Path, scale: float = 1.0, domain: str | None = None) -> None:
+        """``scale`` multiplies the waits of relay and frpc: 10 s for a work connection, 30 s keepalives, and so on.
+
+        With a ``domain`` the URLs have names in it, all of which must resolve to 127.0.0.1; without, addresses.
+        """
         self.home = home.resolve()
         self.scale = scale
         self._frpc = self.home / ".prime" / "bin" / "frpc"
         self._registrations: dict[str, Registration] = {}
-        self._relay = Relay(self._registrations, scale)
-        self._api = ControlApi(self._registrations, self._relay)
+        self._relay = self.relay_type(self._registrations, scale)
+        self._api = ControlApi(self._registrations, self._relay, domain)
         self._stack = ExitStack()
         self._portal: BlockingPortal
 
@@ -51,9 +56,12 @@ class FakePrime:
         # Faults of the gateway by tunnel id, or "*" for all: a status to answer, "hang" or "reset".
         self.gateway: Final = self._relay.gateway
 
+        # The same for the probes of a keepalive alone: the host's own way to the URL, which no rollout goes.
+        self.host_path: Final = self._relay.host_path
+
     def __enter__(self) -> Self:
         self._frpc.parent.mkdir(parents=True, exist_ok=True)
-        self._frpc.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).with_name("frpc_standin.py").read_text())
+        self._frpc.write_text(f"#!{sys.executable} -IS\n" + self._frpc_program())
         self._frpc.chmod(0o755)
         (self._frpc.parent / ".frpc_version").write_text(FRPC_VERSION)
         with ExitStack() as stack:
@@ -63,6 +71,9 @@ class FakePrime:
             stack.callback(self._kill_clients)
             self._stack = stack.pop_all()
         return self
+
+    def _frpc_program(self) -> str:
+        return Path(__file__).with_name("frpc_standin.py").read_text()
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()

@@ -31,13 +31,20 @@ from tunnel import (
     make_tunnel,
 )
 from tunnel.keepalive import KeepAlive
+from tunnel.policy import Repeats
 from tunnel.teardown import run_to_end
 
 URL = "http://agents.example:8080"
 
 # Probes only when asked for; an exit of the client is seen at once.
 QUIET = KeepAlivePolicy(
-    period=3600, confirm_after=3600, exit_poll=0.005, restart_backoff=0.01, restart_backoff_max=0.05, report_gap=0
+    rule="plain",
+    period=3600,
+    confirm_after=3600,
+    exit_poll=0.005,
+    restart_backoff=0.01,
+    restart_backoff_max=0.05,
+    report_gap=0,
 )
 LIVELY = QUIET.model_copy(update={"period": 0.05, "confirm_after": 0.05, "probe_timeout": 20.0, "give_up_after": 0.1})
 
@@ -63,8 +70,8 @@ class Client:
 class Scripted(Tunnel):
     """Counts what is done to it, and stops at the gates the test closes."""
 
-    def __init__(self, policy: KeepAlivePolicy = QUIET, *, url: str | None = URL) -> None:
-        super().__init__(policy)
+    def __init__(self, policy: KeepAlivePolicy = QUIET, *, url: str | None = URL, mark: Any = "host") -> None:
+        super().__init__(policy, mark)
         self.client = Client(url)
         self.connect_gate, self.undo_gate, self.disconnect_gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for gate in (self.connect_gate, self.undo_gate, self.disconnect_gate):
@@ -525,7 +532,7 @@ class TestArrivals:
     @pytest.fixture
     def arrivals(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen: list[str] = []
-        monkeypatch.setattr(KeepAlive, "arrived", lambda keepalive: seen.append("arrived"))
+        monkeypatch.setattr(KeepAlive, "arrived", lambda keepalive, nonce: seen.append("arrived"))
         return seen
 
     @pytest.mark.parametrize(
@@ -536,6 +543,7 @@ class TestArrivals:
             ({"host": "agents.example:8080"}, True),
             ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "agents.example:8080"}, True),
             ({"Host": "127.0.0.1:8000"}, False),
+            ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "agents.example:8080, inner.example"}, True),
             ({"Host": "agents.example"}, False),
             ({"Host": "agents.example:8080.evil.example"}, False),
             ({"Host": "127.0.0.1:8000", "X-Forwarded-For": "agents.example:8080"}, False),
@@ -551,6 +559,55 @@ class TestArrivals:
             await asyncio.sleep(0)
             tunnel.note_arrival(CIMultiDict(headers))
         assert bool(arrivals) == counts
+
+    @pytest.mark.parametrize(
+        ("url", "host", "counts"),
+        [
+            ("https://t-1.example", "t-1.example", True),
+            ("https://t-1.example", "t-1.example:443", True),
+            ("https://t-1.example:443", "t-1.example", True),
+            ("http://t-1.example", "t-1.example:80", True),
+            ("http://t-1.example", "t-1.example:443", False),
+            ("http://t-1.example:8080", "t-1.example:80", False),
+        ],
+    )
+    async def test_a_default_port_may_be_said_or_left_out(
+        self, arrivals: list[str], url: str, host: str, counts: bool
+    ) -> None:
+        tunnel = Scripted(url=url)
+        async with tunnel.expose(8000):
+            await asyncio.sleep(0)
+            tunnel.note_arrival({"Host": host})
+        assert bool(arrivals) == counts
+
+    async def test_a_marked_path_counts_whatever_the_host(self, arrivals: list[str]) -> None:
+        tunnel = Scripted(mark="path")
+        assert tunnel.path_prefix.startswith("/vf/t/")
+        async with tunnel.expose(8000) as url:
+            await asyncio.sleep(0)
+            assert url == tunnel.url == URL + tunnel.path_prefix
+            for path in (
+                "/v1/models",
+                tunnel.path_prefix + "0/v1/models",
+                tunnel.path_prefix,
+                "/vf/t/0123456789abcdef/",
+            ):
+                tunnel.note_arrival({"Host": "inner.example"}, path)
+            assert tunnel.counters.arrivals == 0
+            tunnel.note_arrival({"Host": "inner.example"}, tunnel.path_prefix + "/v1/models")
+        assert arrivals == ["arrived"]
+        assert tunnel.counters.arrivals == 1
+
+    async def test_each_tunnel_has_a_mark_of_its_own(self) -> None:
+        assert Scripted(mark="path").path_prefix != Scripted(mark="path").path_prefix
+        assert Scripted().path_prefix == ""
+
+    async def test_probes_are_counted_apart(self, tunnel: Scripted, arrivals: list[str]) -> None:
+        async with tunnel.expose(8000):
+            await asyncio.sleep(0)
+            for headers in ({}, {"X-VF-Probe": "a nonce"}, {}):
+                tunnel.note_arrival(CIMultiDict({"Host": "agents.example:8080"} | headers))
+        assert (tunnel.counters.arrivals, len(arrivals)) == (2, 3)
 
     async def test_while_not_exposed_nothing_counts(self, tunnel: Scripted, arrivals: list[str]) -> None:
         tunnel.note_arrival({"Host": "agents.example:8080"})
@@ -758,8 +815,12 @@ class TestPolicy:
         policy = KeepAlivePolicy()
         scaled = policy.scaled(0.01)
         for name, value in policy:
-            if name in ("rule", "jitter"):
+            if name in ("rule", "jitter", "odd_silence") or isinstance(value, int):
                 assert getattr(scaled, name) == value
+            elif isinstance(value, Repeats):
+                assert getattr(scaled, name) == (value.times, pytest.approx(value.span * 0.01)), name
+            elif isinstance(value, tuple):
+                assert getattr(scaled, name) == pytest.approx([part * 0.01 for part in value]), name
             else:
                 assert getattr(scaled, name) == pytest.approx(value * 0.01), name
         assert policy == KeepAlivePolicy()

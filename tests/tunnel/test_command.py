@@ -40,6 +40,7 @@ DEADLINE = 30.0
 SECRET = "tok-0123456789abcdef"
 
 POLICY = KeepAlivePolicy(
+    rule="plain",
     period=30,
     confirm_after=20,
     probe_timeout=500,
@@ -594,6 +595,27 @@ async def test_late_lines_of_a_replaced_program_count_for_nothing(
         await until(lambda: tunnel.restarts == 1 and tunnel.state.name == "serving")
         assert await serves(url)
         assert "was deleted" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["killed", "deaf"])
+async def test_by_evidence_it_is_restarted_too(
+    program: Program, port: int, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = (
+        KeepAlivePolicy(give_up_after=None)
+        .scaled(0.02)
+        .model_copy(update={"probe_timeout": 5.0, "restart_timeout": 30.0, "clock_jump": 2.0, "exit_poll": 0.05})
+    )
+    tunnel = program.tunnel({"deaf_when": "go"}, {}, policy=policy)
+    async with tunnel.expose(port) as url:
+        if fault == "killed":
+            os.kill(program.pid(0), signal.SIGKILL)
+        else:
+            program.signal("go")
+        await until(lambda: tunnel.restarts == 1 and tunnel.state.name == "serving")
+        assert await serves(url)
+        assert program.runs == 2
+    assert f"; restarting {sys.executable} under {url}" in caplog.text
 
 
 # -- end --------------------------------------------------------------------------------------------

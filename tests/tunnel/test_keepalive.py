@@ -26,6 +26,7 @@ from tunnel.keepalive import KeepAlive
 
 # Not simply scaled down: a probe of a server that is well must not time out on a busy machine.
 POLICY = KeepAlivePolicy(
+    rule="plain",
     period=0.05,
     confirm_after=0.05,
     probe_timeout=20,
@@ -198,7 +199,7 @@ class TestRestart:
     async def test_a_url_that_accepts_and_stays_silent_fails(self, bench: Bench) -> None:
         bench.gateway.behaviour = "silent"
         async with running(bench.keep(probe_timeout=0.3)):
-            await until(lambda: bench.client.calls, TIMEOUT)
+            await until(lambda: any(isinstance(event, Restarted) for event in bench.events), TIMEOUT)
             [reason] = {event.reason for event in bench.events if isinstance(event, Restarted)}
             assert "no answer within 0.3 s" in reason
 
@@ -434,7 +435,39 @@ class TestCancelled:
         assert ours(before) == set()
         await until(lambda: bench.gateway.connections + bench.local.connections == 0)
 
-    async def test_while_the_client_restarts(self, bench: Bench) -> None:
+    async def test_a_restart_under_way_ends_first_for_a_cancelled_one_leaves_no_client(self, bench: Bench) -> None:
+        may_end = asyncio.Event()
+        bench.client = FakeClient(bench.gateway.url, may_end.wait)
+        bench.client.is_running = False
+        before = asyncio.all_tasks()
+        task = bench.keep()
+        await until(lambda: bench.client.calls)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bench.client.is_running
+        assert bench.client.calls == 1
+        assert ours(before) == set()
+
+    async def test_a_restart_that_never_ends_holds_it_up_for_its_timeout_alone(
+        self, bench: Bench, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bench.client = FakeClient(bench.gateway.url, asyncio.Event().wait)
+        bench.client.is_running = False
+        before = asyncio.all_tasks()
+        task = bench.keep(restart_timeout=0.2)
+        await until(lambda: bench.client.calls)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ours(before) == set()
+        assert "its last restart failed: TimeoutError" in caplog.text
+
+    async def test_a_restart_is_broken_off_where_the_client_ends_too(self, bench: Bench) -> None:
         ended = []
 
         async def for_ever() -> None:
@@ -446,7 +479,7 @@ class TestCancelled:
         bench.client = FakeClient(bench.gateway.url, for_ever)
         bench.client.is_running = False
         before = asyncio.all_tasks()
-        task = bench.keep()
+        task = asyncio.create_task(KeepAlive(bench.client, local_url=bench.local.url, policy=POLICY).run())
         await until(lambda: bench.client.calls)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -470,6 +503,62 @@ class TestCancelled:
             await asyncio.wait([task])
         assert task.cancelled()
         assert bench.client.calls == 1
+
+
+class TestTwoOverOneClient:
+    @pytest.mark.parametrize("rule", ["evidence", "plain"])
+    async def test_one_that_exited_is_restarted_once(self, bench: Bench, rule: str) -> None:
+        may_end = asyncio.Event()
+        bench.client = FakeClient(bench.gateway.url, may_end.wait)
+        bench.client.is_running = False
+        told: list[TunnelEvent] = []
+        async with running(bench.keep(rule=rule)), running(bench.keep(rule=rule, on_event=told.append)):
+            await until(lambda: bench.states == ["restarting"] and told)
+            may_end.set()
+            await until(lambda: bench.states[-1] == "serving" and isinstance(told[-1], StateChanged))
+            await bench.several_probes() if rule == "plain" else await asyncio.sleep(0.2)
+            assert bench.client.calls == 1
+        for events in (bench.events, told):
+            assert [type(event) for event in events if not isinstance(event, StateChanged)] == [Restarted]
+
+    async def test_what_one_saw_before_the_others_restart_counts_for_nothing(self, bench: Bench) -> None:
+        async def mended() -> None:
+            await asyncio.sleep(0.2)
+            bench.gateway.behaviour = 200
+
+        bench.gateway.behaviour = 404
+        bench.client = FakeClient(bench.gateway.url, mended)
+        async with running(bench.keep()), running(bench.keep()):
+            await until(lambda: bench.states and bench.states[-1] == "serving")
+            await bench.several_probes()
+            assert bench.client.calls == 1
+
+    async def test_one_that_breaks_off_a_restart_leaves_it_to_the_other_to_try_again(self, bench: Bench) -> None:
+        bench.client = FakeClient(bench.gateway.url, asyncio.Event().wait)
+        bench.client.is_running = False
+        first = asyncio.create_task(KeepAlive(bench.client, local_url=bench.local.url, policy=POLICY).run())
+        async with running(bench.keep()):
+            await until(lambda: bench.states == ["restarting"])
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            await until(lambda: bench.states[-1] == "serving")
+            assert bench.client.calls == 2
+
+
+class TestNoHealthRoute:
+    @pytest.mark.parametrize("rule", ["evidence", "plain"])
+    async def test_any_answer_of_the_service_will_do(self, bench: Bench, rule: str) -> None:
+        bench.gateway.behaviour = bench.local.behaviour = 401
+        policy = POLICY.model_copy(update={"rule": rule, "idle_spacing": 0.02})
+        async with running(
+            asyncio.create_task(
+                keep_serving(bench.client, None, local_url=bench.local.url, policy=policy, on_event=bench.events.append)
+            )
+        ):
+            await bench.several_probes()
+            assert (bench.events, bench.client.calls) == ([], 0)
+            assert set(bench.gateway.paths) == {"/"}
 
 
 class TestHandles:

@@ -33,6 +33,7 @@ from tunnel import (
 )
 
 POLICY = KeepAlivePolicy(
+    rule="plain",
     period=0.1,
     confirm_after=0.1,
     probe_timeout=5.0,
@@ -262,6 +263,72 @@ class TestServing:
             assert await get(url) == 200
         assert calls == [HEALTH_PATH] * 2
         assert "the API is slow today" in caplog.text
+
+
+class TestEvidence:
+    """What its client offers the keepalive beyond the probes."""
+
+    async def test_its_last_lines_are_frpcs_also_when_it_is_dead(self, service: FakePrime, local: Switch) -> None:
+        tunnel = Watched(policy=POLICY.model_copy(update={"exit_poll": 3600.0, "period": 3600.0}))
+        async with tunnel.expose(local.port):
+            client = tunnel._client
+            assert client is not None
+            assert any("login to server success" in line for line in await client.log_lines())
+            kill_frpc(service)
+            assert any("login to server success" in line for line in await client.log_lines())
+
+    async def test_the_record_is_the_services_word_or_none(self, service: FakePrime, local: Switch) -> None:
+        tunnel = Watched()
+        async with tunnel.expose(local.port):
+            client, tunnel_id = tunnel._client, service.created[0]
+            assert client is not None
+            assert await client.record_status() == "connected"
+            service.terminate_softly(tunnel_id)
+            assert await client.record_status() == "terminated"
+            service.forget(tunnel_id)
+            assert await client.record_status() is None
+            service.remember(tunnel_id)
+            record = service.api_status["GET"] = (
+                200,
+                {"tunnel_id": tunnel_id, "hostname": "h", "url": "http://h", "expires_at": "2030-01-01"},
+                {},
+            )
+            assert "status" not in record[1]
+            assert await client.record_status() == ""
+            service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+            with pytest.raises(prime_tunnel.TunnelError):
+                await client.record_status()
+            service.api_status.clear()
+
+    async def test_of_an_address_nothing_tells_whether_the_gateway_is_well(
+        self, service: FakePrime, local: Switch
+    ) -> None:
+        tunnel = Watched()
+        async with tunnel.expose(local.port):
+            assert tunnel._client is not None
+            assert await tunnel._client.reference_ok(5.0) is None
+
+    @pytest.mark.parametrize("url", ["https://t-1.tunnels.example/x", "http://t-1.tunnels.example:8080"])
+    async def test_the_reference_is_another_name_beside_ours(
+        self, service: FakePrime, local: Switch, monkeypatch: pytest.MonkeyPatch, url: str
+    ) -> None:
+        asked: list[str] = []
+
+        async def answers(url: str, *, timeout: float) -> bool:
+            asked.append(url)
+            return True
+
+        monkeypatch.setattr("tunnel.prime.answers_http", answers)
+        tunnel = Watched()
+        async with tunnel.expose(local.port):
+            assert tunnel._client is not None
+            monkeypatch.setattr(type(tunnel._client), "url", url)
+            assert [await tunnel._client.reference_ok(5.0) for _ in range(2)] == [True, True]
+            monkeypatch.undo()
+        assert asked[0] != asked[1]
+        scheme, port = (url[: url.index(":")], ":8080" if "8080" in url else "")
+        for one in asked:
+            assert re.fullmatch(rf"{scheme}://[0-9a-f]{{16}}\.tunnels\.example{port}/", one)
 
 
 class TestRefusals:

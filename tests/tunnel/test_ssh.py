@@ -36,7 +36,7 @@ from tunnel.ssh import SshTunnel
 
 USER = "agent"
 POLICY = (
-    KeepAlivePolicy()
+    KeepAlivePolicy(rule="plain")
     .scaled(0.01)
     # What a loaded machine needs, not what the rules are about; nothing is given up behind a test's back.
     .model_copy(update={"probe_timeout": 5.0, "restart_timeout": 30.0, "give_up_after": None})
@@ -301,6 +301,20 @@ class TestServing:
             assert url.startswith("http://127.0.0.1:")
             assert await get(http, url) == "ok"
 
+    async def test_the_reference_is_the_relays_ssh_port_wherever_an_alias_leads(
+        self, relay: SshRelay, key: Path, home: Path, service: Service
+    ) -> None:
+        relay.write_known_hosts(home / ".ssh" / "known_hosts")
+        (home / ".ssh" / "config").write_text(
+            f"Host relay\n  HostName 127.0.0.1\n  Port {relay.port}\n  User {USER}\n  IdentityFile {key}\n"
+        )
+        tunnel = SshTunnel(SshTunnelConfig(host="relay", policy=POLICY))
+        async with tunnel.expose(service.port):
+            assert tunnel._client is not None
+            assert await tunnel._client.reference_ok(30.0)
+            await relay.stop()
+            assert not await tunnel._client.reference_ok(30.0)
+
     async def test_explicit_keys_are_the_only_ones_offered(
         self, config: SshTunnelConfig, key: Path, home: Path, tmp_path: Path, service: Service
     ) -> None:
@@ -332,6 +346,21 @@ class TestServing:
 
 
 class TestReconnect:
+    async def test_by_evidence_too_a_cut_connection_is_restarted(
+        self,
+        config: SshTunnelConfig,
+        relay: SshRelay,
+        service: Service,
+        http: aiohttp.ClientSession,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        tunnel = SshTunnel(config.model_copy(update={"policy": POLICY.model_copy(update={"rule": "evidence"})}))
+        async with tunnel.expose(service.port) as url:
+            await relay.cut(USER)
+            await eventually(lambda: tunnel.restarts and tunnel.state.name == "serving", "it serves again")
+            assert await get(http, url) == "ok"
+        assert f"; restarting the SSH connection under {url}" in caplog.text
+
     async def test_cut_connection_is_restarted_under_the_same_url(
         self, config: SshTunnelConfig, relay: SshRelay, service: Service, http: aiohttp.ClientSession
     ) -> None:
