@@ -162,6 +162,7 @@ class GoneHint:
         self._asked: float | None = None
         self._spent = False
         self._text: str | None = None
+        self._said_by_record = False
 
     @property
     def text(self) -> str | None:
@@ -169,7 +170,7 @@ class GoneHint:
         return None if self._spent else self._text
 
     def say(self, text: str) -> None:
-        self._text = text
+        self._text, self._said_by_record = text, False
 
     def may_ask(self, now: float) -> bool:
         """Whether the control API may be asked (again); if so, it is taken as asked."""
@@ -182,11 +183,13 @@ class GoneHint:
         if status is not None:
             self._missing_since = None
             if status.lower() in ("expired", "terminated"):
-                self._text = f"the service says that it is {status.lower()}"
+                self._text, self._said_by_record = f"the service says that it is {status.lower()}", True
+            elif self._said_by_record:
+                self._text, self._said_by_record = None, False  # its last word counts
         elif self._missing_since is None:
             self._missing_since = now
         elif now - self._missing_since >= self._policy.record_missing:
-            self._text = "the service has no record of it"
+            self._text, self._said_by_record = "the service has no record of it", True
 
     def spend(self) -> None:
         """It brings one restart forward, not one after the other."""
@@ -206,17 +209,21 @@ class Budget:
 
     def __init__(self, policy: KeepAlivePolicy) -> None:
         self._policy = policy
-        self._ended: deque[float] = deque(maxlen=max(policy.restarts_max, len(policy.cooldowns)))
+        self._ended: deque[float] = deque(maxlen=len(policy.cooldowns) + 1)
+        self._made: deque[float] = deque(maxlen=policy.restarts_max)
 
-    def spend(self, now: float) -> None:
-        """A restart ended, whatever came of it."""
+    def spend(self, now: float, *, made: bool = False) -> None:
+        """A restart ended. Only one that was `made` counts against the hourly cap: without a client there is nothing to
+        disturb, and nothing else could mend it."""
         self._ended.append(now)
+        if made:
+            self._made.append(now)
 
     def spent_until(self) -> float:
         """Until when the restarts of the last hour are too many; in the past: they are not."""
-        if len(self._ended) < self._policy.restarts_max:
+        if len(self._made) < self._policy.restarts_max:
             return -NEVER
-        return self._ended[-self._policy.restarts_max] + self._policy.restarts_window
+        return self._made[0] + self._policy.restarts_window
 
     def cool_at(self, now: float) -> float:
         """When the cool-down after the last one is over."""

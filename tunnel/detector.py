@@ -190,7 +190,9 @@ class EvidenceRule(Rule):
         self._forget()
         self._traffic.forget()
         self._hint.refute()
-        self._trouble = self._refused = None
+        self._tries, self._bad_since, self._refused = 0, None, None
+        if self._trouble is not None:
+            self._trouble = "suspect", "this host was suspended, not looked at since"
         if self._exited is None:
             self._drop_attempt(now)
         self._next_probe = now
@@ -203,7 +205,7 @@ class EvidenceRule(Rule):
     def restarted(self, now: float) -> None:
         """The restart succeeded: all that was seen is forgotten, and the URL is verified."""
         self.restarts += 1
-        self._budget.spend(now)
+        self._budget.spend(now, made=True)
         self._attempt = self._exited = self._trouble = self._refused = None
         self._forget()
         self._traffic.forget()
@@ -239,7 +241,8 @@ class EvidenceRule(Rule):
     # -- decision ----------------------------------------------------------------------------------
 
     def decide(self, now: float, *, in_use: bool = True) -> Action:
-        self._siblings.join(self._name)
+        if self._can_restart:
+            self._siblings.join(self._name)
         if not in_use:
             self._last_good = max(self._last_good, now)  # nobody waits: that time is not held against the URL
         if self._gone is None:

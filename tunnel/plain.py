@@ -56,8 +56,9 @@ class PlainRule(Rule):
                 self._failed_restarts = 0
                 self.state = TunnelState("serving")
             return
-        if self._refused is not None:
+        if self._refused is not None and local_ok:
             self._gone = self._refused
+            self.state = TunnelState("restarting", self._refused)
             return
         if not local_ok:
             self._first_failure = None

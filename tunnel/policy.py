@@ -1,15 +1,17 @@
 """Every number the keepalive goes by, in one place."""
 
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class Repeats(NamedTuple):
     """`times` failures of one class in a row, the first and the last at least `span` seconds apart."""
 
-    times: int
-    span: float
+    times: Annotated[int, Field(ge=1)]
+    span: Seconds
 
 
 class KeepAlivePolicy(BaseModel):
@@ -20,7 +22,7 @@ class KeepAlivePolicy(BaseModel):
     keepalive; *service*: the documented limits of Prime's API.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rule: Literal["evidence", "plain"] = "evidence"
     """`evidence`: weighs all that is seen of the tunnel. `plain`: two failed probes `confirm_after` apart, while the
@@ -72,7 +74,7 @@ class KeepAlivePolicy(BaseModel):
     fresh: float = Field(10.0, gt=0)
     """A request this recent counts as traffic."""
 
-    failure_spacing: tuple[float, ...] = Field((1.0, 2.0, 4.0, 8.0, 15.0), min_length=1)
+    failure_spacing: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0, 2.0, 4.0, 8.0, 15.0), min_length=1)
     """From each failed probe in a row to the next; the last one repeats."""
 
     odd_silence: float = Field(9.0, gt=0)
@@ -136,7 +138,7 @@ class KeepAlivePolicy(BaseModel):
     drain: float = Field(10.0, ge=0)
     """Requests in flight get this long before a restart, which would fail them all (measured)."""
 
-    cooldowns: tuple[float, ...] = Field((0.0, 15.0, 60.0, 300.0), min_length=1)
+    cooldowns: tuple[Seconds, ...] = Field((0.0, 15.0, 60.0, 300.0), min_length=1)
     """Before the next restart, by the number of those in the last `cooldown_window`; the last one repeats."""
 
     cooldown_window: float = Field(600.0, gt=0)
@@ -151,7 +153,7 @@ class KeepAlivePolicy(BaseModel):
     alert_after: float = Field(60.0, gt=0)
     """This host's own way to the URL is at fault for so long: it is said once (the sheet's row 12)."""
 
-    refused_retry: tuple[float, float] = (3.0, 5.0)
+    refused_retry: tuple[Seconds, Seconds] = (3.0, 5.0)
     """Bounds of the wait from a refused restart to the next try of the same one ("already exists")."""
 
     refused_retry_for: float = Field(60.0, gt=0)
@@ -163,7 +165,7 @@ class KeepAlivePolicy(BaseModel):
     siblings_window: float = Field(30.0, gt=0)
     """Within this they turn suspect: then one is restarted as a canary, the others hold."""
 
-    canary_waits: tuple[float, ...] = Field((60.0, 120.0, 240.0, 300.0), min_length=1)
+    canary_waits: tuple[Seconds, ...] = Field((60.0, 120.0, 240.0, 300.0), min_length=1)
     """From a canary that did not serve again to the next one; the last one repeats."""
 
     follow_gap: float = Field(1.0, ge=0)
@@ -174,6 +176,13 @@ class KeepAlivePolicy(BaseModel):
 
     flapping_window: float = Field(300.0, gt=0)
     """See `flapping_logins`."""
+
+    @field_validator("refused_retry")
+    @classmethod
+    def _in_order(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        if bounds[0] > bounds[1]:
+            raise ValueError("the lower bound comes first")
+        return bounds
 
     def scaled(self, factor: float) -> Self:
         """The same policy with every time multiplied by `factor` (0.01 turns minutes into half seconds)."""

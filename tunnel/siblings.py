@@ -29,6 +29,7 @@ class Siblings:
         self._phase: Literal["calm", "storm", "following"] = "calm"
         self._canary: Hashable | None = None
         self._canaries = 0
+        self._policy = KeepAlivePolicy()  # of the storm there is
         self._next_restart = 0.0
         self._following_since = 0.0
 
@@ -41,6 +42,9 @@ class Siblings:
         self._members.pop(name, None)
         if self._phase == "storm" and self._canary == name:
             self._canary, self._next_restart = None, float("-inf")
+        if self._phase == "storm" and not self._widespread(self._suspects(), self._policy):
+            self._phase, self._canary = "following", None  # those that are left are no storm
+            self._next_restart = self._following_since = float("-inf")
         self._calm_down()
 
     def suspect(self, name: Hashable, now: float, policy: KeepAlivePolicy) -> None:
@@ -90,6 +94,7 @@ class Siblings:
     # -- parts ---------------------------------------------------------------------------------
 
     def _begin_storm(self, now: float, policy: KeepAlivePolicy) -> None:
+        self._policy = policy
         self._phase, self._canary, self._canaries, self._next_restart = "storm", None, 0, now
         early: tuple[float, Hashable] | None = None
         for name, member in self._members.items():

@@ -109,6 +109,7 @@ class Witness:
     retrying: float | None = None  # since when one restart has been tried
     dead: bool = False  # for its client had exited
     ended: list[float] = field(default_factory=list)
+    made: list[float] = field(default_factory=list)  # restarts that succeeded
     no_restart_before: float = 0.0
     nonce: bool = False
     looked_at: float = -1.0
@@ -256,7 +257,7 @@ class Witness:
 
     def check_budget(self) -> None:
         policy = self.policy
-        hour = [at for at in self.ended if at > self.now - policy.restarts_window + ROUNDING]
+        hour = [at for at in self.made if at > self.now - policy.restarts_window + ROUNDING]
         assert len(hour) < policy.restarts_max
         recent = [at for at in self.ended if at > self.now - policy.cooldown_window + ROUNDING]
         if recent:
@@ -270,6 +271,7 @@ class Witness:
             case "done":
                 self.rule.restarted(self.now)
                 self.restarts += 1
+                self.made.append(self.now)
                 self.end_restart()
                 self.failures, self.errors, self.hinted, self.refused = [], [], False, False
             case "gone" | "gone but runs":

@@ -290,3 +290,16 @@ class TestTheRulesTogether:
         for at in every(3, 103, 112):
             last.looked(at, NO_ROUTE)
         assert isinstance(last.decide(112), Restart)
+
+
+def test_who_is_left_of_a_storm_too_small_to_be_one_is_held_no_longer() -> None:
+    policy, siblings = KeepAlivePolicy(), Siblings()
+    for name in "abc":
+        siblings.join(name)
+    for name in "abc":
+        siblings.suspect(name, 10, policy)
+    assert siblings.may_restart("a", 20, policy) == 20  # the canary, which does not serve again
+    assert siblings.may_restart("c", 21, policy) > 21
+    siblings.leave("a")
+    siblings.leave("b")
+    assert siblings.may_restart("c", 22, policy) == 22
