@@ -103,8 +103,7 @@ class EvidenceRule(Rule):
         self._tries = 0  # looks since then
         self._wrong_spent = False  # the one restart for a stranger under our URL was made
 
-        self._answered = False
-        self._last_good = now
+        self._answered, self._last_good = False, now
         self._gone: str | None = None
         self._refused: str | None = None  # a restart was refused as gone, and the URL has yet to fail
 
@@ -115,11 +114,9 @@ class EvidenceRule(Rule):
         self._held: str | None = None  # a restart would help, and why it is not made yet
         self._hold_until = now  # after a jump of the clock
 
-        self._traffic = Traffic(policy)
+        self._traffic, self._client = Traffic(policy), ClientNews(policy)
         self._patience = 1.0  # jitter of its odd silence
-        self._client = ClientNews(policy)
-        self._hint = GoneHint(policy)
-        self._budget = Budget(policy)
+        self._hint, self._budget = GoneHint(policy), Budget(policy)
 
     # -- evidence: probes and requests -----------------------------------------------------------
 
