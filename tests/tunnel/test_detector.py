@@ -709,7 +709,7 @@ class Witness:
             self.answered, self.last_good = True, self.now
             if self.running:
                 self.retry_by = None
-        elif self.refused:
+        elif self.refused and self.local_ok:
             self.gone = True
         elif self.local_ok:
             self.failed_at.append(self.now)
@@ -718,6 +718,8 @@ class Witness:
         else:
             self.failed_at = []
             self.last_good = self.now  # time without a local service does not count
+            if self.running:
+                self.retry_by = None  # a restart would mend nothing now, so it is not tried again
         if not self.gone:
             assert self.rule.decide(self.now, in_use=False) != Probe(), "two probes without a pause between them"
 
