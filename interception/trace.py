@@ -39,7 +39,8 @@ class Attempt:
 
 
 class Turn:
-    """One model call, recorded once: the request as the harness sent it, the answer as the upstream gave it.
+    """One model call, recorded once: the request as the model was asked (with the session's overrides and hooks in it),
+    and the answer as the harness was given it.
 
     Made by `Trace.begin`. Two turns are equal if they are the same turn with the same record.
     """

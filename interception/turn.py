@@ -124,10 +124,6 @@ class Exchange:
         self._task.cancel()
         return self.failure is not None
 
-    async def closed(self) -> None:
-        """Returns once the connection to the upstream is given back."""
-        await asyncio.wait([self._task])
-
     # -- parts ---------------------------------------------------------------------------------
 
     async def _run(self, work: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
