@@ -1,6 +1,13 @@
 """Interception of model calls: servers that catch and record them, and pools that spread rollouts over healthy ones."""
 
-from interception.base import CALL_ID_HEADER, STATE_ROUTE_HEADER, Interception, PoolMember, Slot
+from interception.base import (
+    CALL_ID_HEADER,
+    STATE_ROUTE_HEADER,
+    AcquireTimeoutError,
+    Interception,
+    PoolMember,
+    Slot,
+)
 from interception.config import (
     BaseInterceptionConfig,
     ElasticInterceptionPoolConfig,
@@ -8,18 +15,22 @@ from interception.config import (
     InterceptionServerConfig,
     StaticInterceptionPoolConfig,
 )
+from interception.elastic import ElasticInterceptionPool
 from interception.hooks import Hook, StopRollout
 from interception.limits import RolloutLimits
+from interception.make import make_interception
 from interception.policy import ServingPolicy
-from interception.pool import ElasticInterceptionPool, StaticInterceptionPool, make_interception
+from interception.pool import StaticInterceptionPool
 from interception.server import InterceptionServer
 from interception.session import InterceptionError, RolloutSession, Upstream
+from interception.stats import PoolStats, ServerStats, StartStats
 from interception.trace import Attempt, Trace, Turn
 from interception.usage import Usage
 
 __all__ = [
     "CALL_ID_HEADER",
     "STATE_ROUTE_HEADER",
+    "AcquireTimeoutError",
     "Attempt",
     "BaseInterceptionConfig",
     "ElasticInterceptionPool",
@@ -31,10 +42,13 @@ __all__ = [
     "InterceptionServer",
     "InterceptionServerConfig",
     "PoolMember",
+    "PoolStats",
     "RolloutLimits",
     "RolloutSession",
+    "ServerStats",
     "ServingPolicy",
     "Slot",
+    "StartStats",
     "StaticInterceptionPool",
     "StaticInterceptionPoolConfig",
     "StopRollout",

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from interception.session import RolloutSession
+from tunnel import TunnelError
 
 CALL_ID_HEADER = "X-VF-Call-Id"
 """One id for a model call: in the log, the record, the answer's headers and the upstream's."""
@@ -38,6 +39,10 @@ class Slot(NamedTuple):
         return f"Slot(base_url={self.base_url!r}, model_secret='***', state_secret='***')"
 
 
+class AcquireTimeoutError(TunnelError, TimeoutError):
+    """No slot became free in time; the text says what the pool was waiting for."""
+
+
 class Interception(ABC):
     """Catches rollouts' model calls. `start` and `stop` bound its life (or `async with`), both are idempotent."""
 
@@ -50,11 +55,12 @@ class Interception(ABC):
         """Releases everything, also when cancelled meanwhile."""
 
     @abstractmethod
-    def acquire(self, session: RolloutSession) -> AbstractAsyncContextManager[Slot]:
+    def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AbstractAsyncContextManager[Slot]:
         """Register `session` and hold its slot until the context is left.
 
-        Raises `TunnelError` when no server can take it. Leaving without an exception after the slot's tunnel was lost
-        raises that `TunnelError`: a harness that exits 0 on a dead URL is no success.
+        Raises `TunnelError` when no server can take it, `AcquireTimeoutError` (one as well) when none has taken it
+        within `timeout` seconds (None: it waits as long as it takes). Leaving without an exception after the slot's
+        tunnel was lost raises that `TunnelError`: a harness that exits 0 on a dead URL is no success.
         """
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,8 @@
 """Which interception to make, as data: pydantic models told apart by `type`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from interception.policy import ServingPolicy
 from tunnel import CommandTunnelConfig, CustomTunnelConfig, PrimeTunnelConfig, SshTunnelConfig, TunnelConfig
@@ -42,6 +42,20 @@ class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
     tunnel: TunnelConfig = PrimeTunnelConfig()
     serving: ServingPolicy = ServingPolicy()
     """How answers are served and how long they are kept."""
+    min_servers: int = Field(1, ge=0)
+    """Warmed up at the start, and kept when idle. One that is lost is replaced when a rollout needs it."""
+    max_servers: int | None = Field(None, ge=1)
+    """Servers at a time, those being started included; beyond that rollouts wait. None: no bound."""
+    idle_timeout: float | None = Field(300.0, ge=0)
+    """Seconds after which a server without a rollout is stopped. None: it stays until the pool is stopped."""
+    start_tries: int = Field(3, ge=1)
+    """Times a server is tried to be started before its waiters hear why it cannot be. A limit (quota, credentials) is
+    never tried again."""
+    start_backoff: float = Field(0.5, gt=0)
+    """Seconds before the second try, doubled for each one after it up to 10, with as much jitter."""
+    start_patience: float = Field(5.0, gt=0)
+    """Seconds for which a first start is counted on; then another one is begun in its stead, and what it yields in the
+    end is used, too. Once some have succeeded: half as long again as the median of the last 16 took, at least 1 s."""
 
     @field_validator("tunnel")
     @classmethod
@@ -60,6 +74,12 @@ class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
                 "an ssh tunnel with a fixed remote_port cannot be made twice: leave it 0, or a static pool"
             )
         return tunnel
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_servers is not None and self.min_servers > self.max_servers:
+            raise ValueError(f"min_servers ({self.min_servers}) is more than max_servers ({self.max_servers})")
+        return self
 
 
 InterceptionConfig = Annotated[

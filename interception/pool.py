@@ -1,32 +1,30 @@
-"""Pools of servers: each rollout gets a slot on one that serves, and the lost ones are retired."""
+"""What all pools of servers do: a slot on a server that serves for each rollout; and the pool with a fixed set."""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 from interception.base import Interception, PoolMember, Slot
-from interception.config import (
-    ElasticInterceptionPoolConfig,
-    InterceptionConfig,
-    InterceptionServerConfig,
-    StaticInterceptionPoolConfig,
-)
+from interception.config import InterceptionServerConfig, StaticInterceptionPoolConfig
 from interception.placement import ServerView, place
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession
-from tunnel import TunnelError, TunnelEvent, TunnelLimitError
-from tunnel.teardown import cancel_and_wait, run_to_end
+from interception.stats import PoolStats, ServerStats
+from tunnel import TunnelError, TunnelEvent
+from tunnel.teardown import run_to_end
 
 logger = logging.getLogger("interception")
 
 ServerFactory = Callable[[InterceptionServerConfig], PoolMember]
 
+REASONS_KEPT = 64
+"""Why servers were lost, the last ones: a pool may run for weeks."""
 
-class _Pool(Interception):
+
+class Pool(Interception):
     """What both pools do with their servers: start, watch, retire and stop them."""
 
     def __init__(self, server_factory: ServerFactory, requires_tunnel: bool, secrets: tuple[str, ...]) -> None:
@@ -39,7 +37,9 @@ class _Pool(Interception):
         self._retired: list[PoolMember] = []
         self._stopping: set[asyncio.Task[None]] = set()
         self._stop_lock = asyncio.Lock()
-        self._reasons: list[str] = []  # why servers were lost, in order
+        self._lost = 0
+        self._reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # why servers were lost, in order
+        self._acquired = 0
         self._started = False
 
     @property
@@ -50,7 +50,26 @@ class _Pool(Interception):
     @property
     def retired(self) -> int:
         """Servers lost so far."""
-        return len(self._reasons)
+        return self._lost
+
+    def stats(self) -> PoolStats:
+        """Where its rollouts are, and why one waits: `print(pool.stats())`."""
+        return PoolStats(
+            servers=tuple(ServerStats.of(server) for server in self._servers),
+            retired=tuple(ServerStats.of(server) for server in self._retired),
+            starting=(),
+            capacity=None,
+            waiting=0,
+            longest_wait=0.0,
+            acquired=self._acquired,
+            lost=self._lost,
+            idled=0,
+            failed_starts=0,
+            last_error=None,
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.stats().summary}>"
 
     def _make(self, config: InterceptionServerConfig) -> PoolMember:
         server = self._factory(config)
@@ -70,10 +89,16 @@ class _Pool(Interception):
         if not server.healthy and _has(self._servers, server):
             self._servers = [other for other in self._servers if other is not server]
             self._retired.append(server)
+            self._lost += 1
             why = getattr(server, "lost", None) or "it is not healthy any more"
             self._reasons.append(f"{server.base_url}: {why}")
             logger.warning("server %s is retired with %d rollouts on it: %s", server.base_url, server.load, why)
             self._stop_if_empty(server)
+
+    def _take(self, server: PoolMember, session: RolloutSession) -> Slot:
+        slot = Slot(server.base_url, *server.register(session))
+        self._acquired += 1
+        return slot
 
     def _leave(self, server: PoolMember, slot: Slot) -> None:
         server.unregister(slot.model_secret, slot.state_secret)
@@ -83,9 +108,12 @@ class _Pool(Interception):
         # Its last rollout does not wait for this, and nobody's cancellation reaches it: the task is the pool's own.
         if _has(self._retired, server) and server.load == 0:
             self._retired = [other for other in self._retired if other is not server]
-            task = asyncio.create_task(self._stop_server(server), name=f"stop retired {server.base_url}")
-            self._stopping.add(task)
-            task.add_done_callback(self._stopping.discard)
+            self._stop_apart(server)
+
+    def _stop_apart(self, server: PoolMember) -> None:
+        task = asyncio.create_task(self._stop_server(server), name=f"stop {server.base_url}")
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
 
     async def _stop_server(self, server: PoolMember) -> None:
         try:
@@ -113,7 +141,7 @@ class _Pool(Interception):
         await asyncio.gather(*(self._stop_server(server) for server in servers), *stopping)
 
 
-class StaticInterceptionPool(_Pool):
+class StaticInterceptionPool(Pool):
     """A fixed set of servers, all started up front; a rollout goes to the least loaded one that serves."""
 
     def __init__(
@@ -150,7 +178,8 @@ class StaticInterceptionPool(_Pool):
             self._started = True
 
     @asynccontextmanager
-    async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
+    async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
+        """See `Interception.acquire`; there is no cap, and so nothing to wait for."""
         server, slot = self._seat(session)
         try:
             yield slot
@@ -167,179 +196,12 @@ class StaticInterceptionPool(_Pool):
         if not plan.assign:
             raise TunnelError("no server of the pool is left: " + "; ".join(self._reasons))
         server = self._servers[plan.assign[0]]
-        return server, Slot(server.base_url, *server.register(session))
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    session: RolloutSession
-    seat: "asyncio.Future[tuple[PoolMember, Slot]]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
-class ElasticInterceptionPool(_Pool):
-    """Servers started on demand, `multiplex` rollouts on each. One is warmed up at start."""
-
-    def __init__(
-        self,
-        config: ElasticInterceptionPoolConfig | None = None,
-        requires_tunnel: bool = False,
-        state_service_secrets: tuple[str, ...] = (),
-        *,
-        server_factory: ServerFactory = InterceptionServer,
-    ) -> None:
-        super().__init__(server_factory, requires_tunnel, state_service_secrets)
-        self.config = config or ElasticInterceptionPoolConfig()
-        if not isinstance(self.config, ElasticInterceptionPoolConfig):
-            raise TypeError(f"not an ElasticInterceptionPoolConfig: {type(config).__name__}")
-        self._waiters: deque[_Waiter] = deque()
-        self._starting: set[asyncio.Task[Exception | None]] = set()
-        self._warmup: asyncio.Task[Exception | None] | None = None
-
-    async def start(self) -> None:
-        """Warms one server up. A limit (quota, credentials) is raised; another failure is tried again by `acquire`."""
-        await self._stopped()
-        if self._warmup is None:
-            self._started = True
-            self._warmup = asyncio.create_task(self._grow(), name="start the first interception server")
-            self._starting.add(self._warmup)
-        warmup = self._warmup
-        try:
-            await asyncio.wait([warmup])
-        except asyncio.CancelledError:
-            await self.stop()
-            raise
-        if warmup.cancelled():
-            raise TunnelError("the pool was stopped while it started")
-        error = warmup.result()
-        if isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError):
-            logger.warning("the first server could not be started, the first rollout tries again: %s", error)
-        elif error is not None:
-            await self.stop()
-            raise error
-
-    @asynccontextmanager
-    async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
-        server, slot = await self._seat(session)
-        try:
-            yield slot
-        finally:
-            self._leave(server, slot)
-            self._balance()
-        raise_if_lost(session)
-
-    async def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
-        if not self._started:
-            raise RuntimeError("the pool is not started")
-        if not isinstance(session, RolloutSession):
-            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
-        waiter = _Waiter(session)
-        self._waiters.append(waiter)
-        self._balance()
-        try:
-            return await waiter.seat
-        except asyncio.CancelledError:
-            if waiter.seat.done() and not waiter.seat.cancelled() and waiter.seat.exception() is None:
-                self._leave(*waiter.seat.result())  # seated, but cancelled before it knew
-            elif waiter in self._waiters:
-                self._waiters.remove(waiter)
-            self._balance()
-            raise
-
-    def _server_changed(self, server: PoolMember) -> None:
-        super()._server_changed(server)
-        self._balance()
-
-    def _balance(self, *, failure: Exception | None = None) -> None:
-        """Seat waiters where there is room, start servers for the rest. `failure`: why no server can be started now."""
-        if not self._started:
-            return
-        # A waiter that was cancelled has a cancelled future before its task runs again and takes it away.
-        self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())
-        plan = place(
-            [ServerView(server.load, server.serving) for server in self._servers],
-            len(self._waiters),
-            capacity=self.config.multiplex,
-            starting=len(self._starting),
-            can_start=failure is None,
-        )
-        for server in [self._servers[index] for index in plan.assign]:
-            waiter = self._waiters.popleft()
-            try:
-                waiter.seat.set_result((server, Slot(server.base_url, *server.register(waiter.session))))
-            except Exception as error:  # noqa: BLE001 - whatever a server says to a session is that rollout's to hear
-                waiter.seat.set_exception(error)
-        for _ in range(plan.start):
-            task = asyncio.create_task(self._grow(), name="start an interception server")
-            self._starting.add(task)
-        if failure is not None:
-            # Those that no server being started will serve hear why.
-            while len(self._waiters) > len(self._starting) * self.config.multiplex:
-                self._waiters.pop().seat.set_exception(_told_anew(failure))
-
-    async def _grow(self) -> Exception | None:
-        """Start a server and seat who waits for it; why it could not be started, if so."""
-        failure: Exception | None = None
-        try:
-            await self._start_server()
-        except Exception as error:  # noqa: BLE001 - the waiters it would have served hear it
-            failure = error
-            logger.warning("a server could not be started: %s", error)
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self._starting.discard(task)
-        self._balance(failure=failure)
-        return failure
-
-    async def _start_server(self) -> None:
-        server = self._make(InterceptionServerConfig(tunnel=self.config.tunnel, serving=self.config.serving))
-        try:
-            await server.start()
-        except BaseException:
-            await run_to_end(self._stop_server(server))
-            raise
-        self._servers.append(server)
-        self._server_changed(server)
-
-    async def _stop(self) -> None:
-        self._started = False
-        self._warmup = None
-        while self._waiters:
-            seat = self._waiters.popleft().seat
-            if not seat.done():
-                seat.set_exception(TunnelError("the pool was stopped"))
-        starting = list(self._starting)
-        await asyncio.gather(*(cancel_and_wait(task) for task in starting))
-        await super()._stop()
-
-
-def make_interception(
-    config: InterceptionConfig, *, requires_tunnel: bool, state_service_secrets: tuple[str, ...] = ()
-) -> Interception:
-    """The server or pool a config describes; it opens nothing before `start`."""
-    match config:
-        case InterceptionServerConfig():
-            return InterceptionServer(config, requires_tunnel, state_service_secrets)
-        case StaticInterceptionPoolConfig():
-            return StaticInterceptionPool(config, requires_tunnel, state_service_secrets)
-        case ElasticInterceptionPoolConfig():
-            return ElasticInterceptionPool(config, requires_tunnel, state_service_secrets)
-        case _:
-            raise TypeError(f"not an interception config: {type(config).__name__}")
+        return server, self._take(server, session)
 
 
 def _has(servers: list[PoolMember], server: PoolMember) -> bool:
     """By identity: members need neither be hashable nor differ."""
     return any(other is server for other in servers)
-
-
-def _told_anew(failure: Exception) -> TunnelError:
-    """An error of its own for each rollout that hears why no server could be started."""
-    error = (TunnelLimitError if isinstance(failure, TunnelLimitError) else TunnelError)(str(failure))
-    error.__cause__ = failure
-    return error
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -162,6 +162,11 @@ class InterceptionServer(Interception):
         return self.healthy and (self.tunnel is None or self.tunnel.state.name == "serving")
 
     @property
+    def queued(self) -> bool:
+        """Its start waits for its turn within the creation limit."""
+        return self.tunnel is not None and self.tunnel.queued
+
+    @property
     def load(self) -> int:
         """Rollouts registered and not yet unregistered."""
         return len(self._sessions)
@@ -195,8 +200,8 @@ class InterceptionServer(Interception):
             self._release(session, "the rollout is over")
 
     @asynccontextmanager
-    async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
-        """See `Interception.acquire`; `RuntimeError` while it is not started."""
+    async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
+        """See `Interception.acquire`; there is no cap, and so nothing to wait for. `RuntimeError` while not started."""
         base_url = self.base_url
         pair = self.register(session)
         try:

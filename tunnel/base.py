@@ -42,6 +42,9 @@ class Tunnel(ABC):
     bind_port: int = 0
     """The port it must listen on; 0: any."""
 
+    queued: bool = False
+    """Whether `expose` waits for its turn within the creation limit just now."""
+
     restartable: ClassVar[bool] = True
     """Whether the keepalive may restart its client."""
 

@@ -12,7 +12,7 @@ from interception.config import ElasticInterceptionPoolConfig, InterceptionServe
 from interception.demo.agents import AgentProcess, Play
 from interception.demo.relay_process import RelayProcess
 from interception.echo import EchoModel
-from interception.pool import ElasticInterceptionPool
+from interception.elastic import ElasticInterceptionPool
 from interception.server import InterceptionServer
 from interception.session import RolloutSession, Upstream
 from tunnel import Gone, KeepAlivePolicy, Restarted, SshTunnelConfig, StateChanged, TunnelError, TunnelEvent

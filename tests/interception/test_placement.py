@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interception.placement import Plan, ServerView, place
+from interception.placement import Plan, ServerView, counted_on, idle_too_long, place
 
 
 def serving(*loads: int) -> list[ServerView]:
@@ -18,35 +18,38 @@ def silent(*loads: int) -> list[ServerView]:
 
 
 @pytest.mark.parametrize(
-    ("servers", "waiting", "starting", "can_start", "assign", "start"),
+    ("servers", "waiting", "starting", "may_start", "assign", "start"),
     [
-        pytest.param([], 0, 0, True, (), 0, id="nobody waits"),
-        pytest.param(serving(0, 2), 0, 0, True, (), 0, id="nobody waits, there is room"),
-        pytest.param([], 1, 0, True, (), 1, id="the first rollout of all"),
-        pytest.param(serving(0), 1, 0, True, (0,), 0, id="room on the only server"),
-        pytest.param(serving(1, 0), 1, 0, True, (1,), 0, id="the least loaded takes it"),
-        pytest.param(serving(1, 1), 1, 0, True, (0,), 0, id="the first of equals"),
-        pytest.param(serving(1, 0), 3, 0, True, (1, 0, 1), 0, id="levelled as they are seated"),
-        pytest.param(serving(2, 2), 1, 0, True, (), 1, id="full"),
-        pytest.param(serving(2), 5, 0, True, (), 3, id="a burst starts all it needs"),
-        pytest.param(serving(1), 5, 0, True, (0,), 2, id="a burst beyond the room left"),
-        pytest.param(serving(2), 5, 2, True, (), 1, id="those being started are counted"),
-        pytest.param(serving(2), 2, 3, True, (), 0, id="more being started than needed"),
-        pytest.param(serving(1), 2, 1, True, (0,), 0, id="a freed slot is taken while a server starts"),
-        pytest.param(silent(0) + serving(1), 1, 0, True, (1,), 0, id="not-serving is passed over though it is empty"),
-        pytest.param(silent(0) + serving(2), 1, 0, True, (), 1, id="rather start than use one that does not serve"),
-        pytest.param(silent(0), 1, 1, True, (), 0, id="rather wait for a start than use one that does not serve"),
-        pytest.param(silent(0) + serving(2), 1, 0, False, (0,), 0, id="not-serving is used where none can start"),
-        pytest.param(silent(0, 1) + serving(1), 3, 0, False, (2, 0, 0), 0, id="serving first, then least loaded"),
-        pytest.param(silent(2) + serving(2), 1, 0, False, (), 0, id="no room anywhere"),
-        pytest.param([], 2, 0, False, (), 0, id="none left"),
-        pytest.param(silent(0), 1, 1, False, (), 0, id="none can start, but one is being started"),
+        pytest.param([], 0, 0, None, (), 0, id="nobody waits"),
+        pytest.param(serving(0, 2), 0, 0, None, (), 0, id="nobody waits, there is room"),
+        pytest.param([], 1, 0, None, (), 1, id="the first rollout of all"),
+        pytest.param(serving(0), 1, 0, None, (0,), 0, id="room on the only server"),
+        pytest.param(serving(1, 0), 1, 0, None, (1,), 0, id="the least loaded takes it"),
+        pytest.param(serving(1, 1), 1, 0, None, (0,), 0, id="the first of equals"),
+        pytest.param(serving(1, 0), 3, 0, None, (1, 0, 1), 0, id="levelled as they are seated"),
+        pytest.param(serving(2, 2), 1, 0, None, (), 1, id="full"),
+        pytest.param(serving(2), 5, 0, None, (), 3, id="a burst starts all it needs"),
+        pytest.param(serving(1), 5, 0, None, (0,), 2, id="a burst beyond the room left"),
+        pytest.param(serving(2), 5, 2, None, (), 1, id="those being started are counted"),
+        pytest.param(serving(2), 2, 3, None, (), 0, id="more being started than needed"),
+        pytest.param(serving(1), 2, 1, None, (0,), 0, id="a freed slot is taken while a server starts"),
+        pytest.param(silent(0) + serving(1), 1, 0, None, (1,), 0, id="not-serving is passed over though it is empty"),
+        pytest.param(silent(0) + serving(2), 1, 0, None, (), 1, id="rather start than use one that does not serve"),
+        pytest.param(silent(0), 1, 1, None, (), 0, id="rather wait for a start than use one that does not serve"),
+        pytest.param(silent(0) + serving(2), 1, 0, 0, (0,), 0, id="not-serving is used where none can start"),
+        pytest.param(silent(0, 1) + serving(1), 3, 0, 0, (2, 0, 0), 0, id="serving first, then least loaded"),
+        pytest.param(silent(2) + serving(2), 1, 0, 0, (), 0, id="no room anywhere"),
+        pytest.param([], 2, 0, 0, (), 0, id="none left"),
+        pytest.param(silent(0), 1, 1, 0, (), 0, id="none can start, but one is being started"),
+        pytest.param(serving(2), 9, 0, 2, (), 2, id="no more than may be started"),
+        pytest.param(serving(2), 9, 3, -1, (), 0, id="more starting than may be"),
+        pytest.param(silent(0) + serving(2), 5, 0, 2, (0,), 2, id="only who none of the started ones will serve"),
     ],
 )
 def test_the_table(
-    servers: list[ServerView], waiting: int, starting: int, can_start: bool, assign: tuple[int, ...], start: int
+    servers: list[ServerView], waiting: int, starting: int, may_start: int | None, assign: tuple[int, ...], start: int
 ) -> None:
-    plan = place(servers, waiting, capacity=2, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=2, starting=starting, may_start=may_start)
     assert plan == Plan(assign, start)
 
 
@@ -69,6 +72,7 @@ views = st.lists(st.builds(ServerView, load=st.integers(0, 6), serving=st.boolea
 waiting = st.integers(0, 30)
 capacities = st.integers(1, 5)
 starting = st.integers(0, 4)
+bounds = st.none() | st.integers(-1, 6)
 
 # A busy machine is slow, and that is no finding.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
@@ -80,31 +84,31 @@ def loads_after(servers: list[ServerView], plan: Plan) -> list[int]:
 
 
 @unhurried
-@given(views, waiting, capacities, starting, st.booleans())
+@given(views, waiting, capacities, starting, bounds)
 def test_no_server_gets_a_rollout_above_its_capacity(
-    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, may_start: int | None
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
     after = loads_after(servers, plan)
     assert all(after[index] <= capacity for index in plan.assign)
 
 
 @unhurried
-@given(views, waiting, capacities, starting, st.booleans())
+@given(views, waiting, capacities, starting, bounds)
 def test_no_more_are_seated_than_wait(
-    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, may_start: int | None
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
     assert len(plan.assign) <= waiting
     assert set(plan.assign) <= set(range(len(servers)))
 
 
 @unhurried
-@given(views, waiting, st.none() | capacities, starting, st.booleans())
+@given(views, waiting, st.none() | capacities, starting, bounds)
 def test_a_server_that_does_not_serve_is_used_only_when_those_that_serve_are_full(
-    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, can_start: bool
+    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, may_start: int | None
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
     loads = [server.load for server in servers]
     for index in plan.assign:
         if not servers[index].serving:
@@ -124,11 +128,11 @@ def test_a_server_that_does_not_serve_is_never_used_while_one_can_be_started(
 
 
 @unhurried
-@given(views, waiting, capacities, starting, st.booleans())
+@given(views, waiting, capacities, starting, bounds)
 def test_nobody_waits_while_a_server_that_serves_has_room(
-    servers: list[ServerView], waiting: int, capacity: int, starting: int, can_start: bool
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, may_start: int | None
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
     if len(plan.assign) < waiting:
         after = loads_after(servers, plan)
         assert all(after[index] >= capacity for index, server in enumerate(servers) if server.serving)
@@ -139,7 +143,7 @@ def test_nobody_waits_while_a_server_that_serves_has_room(
 def test_where_none_can_be_started_nobody_waits_while_any_server_has_room(
     servers: list[ServerView], waiting: int, capacity: int
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, can_start=False)
+    plan = place(servers, waiting, capacity=capacity, may_start=0)
     if len(plan.assign) < waiting:
         assert all(load >= capacity for load in loads_after(servers, plan))
 
@@ -162,17 +166,84 @@ def test_as_many_are_started_as_those_left_need_and_not_one_more(
 def test_nothing_is_started_where_nothing_can_be(
     servers: list[ServerView], waiting: int, capacity: int, starting: int
 ) -> None:
-    assert place(servers, waiting, capacity=capacity, starting=starting, can_start=False).start == 0
+    assert place(servers, waiting, capacity=capacity, starting=starting, may_start=0).start == 0
 
 
 @unhurried
-@given(views, waiting, st.none() | capacities, starting, st.booleans())
-def test_each_goes_to_the_least_loaded_of_its_kind(
-    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, can_start: bool
+@given(views, waiting, capacities, starting, st.integers(-1, 6))
+def test_never_more_are_started_than_may_be_and_those_left_over_take_whatever_has_room(
+    servers: list[ServerView], waiting: int, capacity: int, starting: int, may_start: int
 ) -> None:
-    plan = place(servers, waiting, capacity=capacity, starting=starting, can_start=can_start)
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
+    assert plan.start <= max(0, may_start)
+    if waiting - len(plan.assign) > (starting + plan.start) * capacity:
+        assert all(load >= capacity for load in loads_after(servers, plan))
+
+
+@unhurried
+@given(views, waiting, st.none() | capacities, starting, bounds)
+def test_each_goes_to_the_least_loaded_of_its_kind(
+    servers: list[ServerView], waiting: int, capacity: int | None, starting: int, may_start: int | None
+) -> None:
+    plan = place(servers, waiting, capacity=capacity, starting=starting, may_start=may_start)
     loads = [server.load for server in servers]
     for index in plan.assign:
         same_kind = [load for other, load in enumerate(loads) if servers[other].serving == servers[index].serving]
         assert loads[index] == min(same_kind)
         loads[index] += 1
+
+
+@pytest.mark.parametrize(
+    ("ages", "counted"),
+    [
+        pytest.param([], 0, id="none"),
+        pytest.param([1.0, 4.9], 2, id="young"),
+        pytest.param([9.0], 0, id="one that hangs"),
+        pytest.param([9.0, 9.0], 0, id="its replacement hangs, too"),
+        pytest.param([9.0, 9.0, 9.0], 1, id="three: two are replaced"),
+        pytest.param([9.0] * 3 + [1.0] * 29, 29, id="one in ten hangs"),
+        pytest.param([9.0] * 32, 24, id="all are slow: only a quarter is replaced"),
+    ],
+)
+def test_starts_that_take_too_long_are_counted_on_no_more(ages: list[float], counted: int) -> None:
+    assert counted_on(ages, patience=5.0) == counted
+
+
+@unhurried
+@given(st.lists(st.floats(0, 100), max_size=80), st.floats(0.1, 50))
+def test_none_is_replaced_that_is_in_time_and_at_most_a_quarter_or_two(ages: list[float], patience: float) -> None:
+    replaced = len(ages) - counted_on(ages, patience)
+    assert 0 <= replaced <= sum(age > patience for age in ages)
+    assert replaced <= max(2, len(ages) / 4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("idle", "floor", "stop"),
+    [
+        pytest.param([], 0, [], id="none"),
+        pytest.param([None, 9.0, 10.0, 11.0], 0, [3, 2], id="the longest idle first, none before its time"),
+        pytest.param([None, 9.0, 10.0, 11.0], 3, [3], id="as many as the floor allows"),
+        pytest.param([12.0, 11.0], 1, [0], id="the floor is kept though all are idle"),
+        pytest.param([12.0], 1, [], id="the last one"),
+        pytest.param([12.0], 2, [], id="fewer than the floor"),
+        pytest.param([None, None], 0, [], id="in use"),
+    ],
+)
+def test_servers_that_are_idle_too_long_are_stopped(idle: list[float | None], floor: int, stop: list[int]) -> None:
+    assert idle_too_long(idle, floor=floor, timeout=10.0) == stop
+
+
+@unhurried
+@given(st.lists(st.none() | st.floats(0, 100), max_size=20), st.integers(0, 20), st.floats(0, 50))
+def test_no_server_in_use_and_none_below_the_floor_is_stopped(
+    idle: list[float | None], floor: int, timeout: float
+) -> None:
+    stop = idle_too_long(idle, floor=floor, timeout=timeout)
+    assert len(set(stop)) == len(stop)
+    assert len(idle) - len(stop) >= min(floor, len(idle))
+    kept = [seconds for index, seconds in enumerate(idle) if index not in stop and seconds is not None]
+    for index in stop:
+        seconds = idle[index]
+        assert seconds is not None
+        assert seconds >= timeout
+        assert all(seconds >= other for other in kept)

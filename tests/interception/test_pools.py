@@ -57,7 +57,9 @@ def tunnels(monkeypatch: pytest.MonkeyPatch) -> FakeTunnels:
 
 
 def elastic(members: FakeMembers, multiplex: int = 2) -> ElasticInterceptionPool:
-    return ElasticInterceptionPool(ElasticInterceptionPoolConfig(multiplex=multiplex), server_factory=members)
+    """A start that fails is not tried again here; how it is, is in `test_growth`."""
+    config = ElasticInterceptionPoolConfig(multiplex=multiplex, start_tries=1)
+    return ElasticInterceptionPool(config, server_factory=members)
 
 
 def tunnelled(multiplex: int = 2) -> ElasticInterceptionPool:
