@@ -1,4 +1,4 @@
-"""The elastic pool under load and loss: starts that fail, hang or wait, bounds, idle servers, what it says of itself."""
+"""The elastic pool under load and loss: starts that fail, hang or wait, bounds, idle servers, and what it says."""
 
 import asyncio
 import logging

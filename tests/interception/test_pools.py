@@ -710,7 +710,7 @@ class TestCancelledAcquire:
             assert members.loads == [0, 0]
 
     @pytest.mark.parametrize("seed", range(4))
-    async def test_two_hundred_at_random_never_exceed_multiplex_and_leave_nothing(self, seed: int) -> None:
+    async def test_five_hundred_at_random_never_exceed_multiplex_and_leave_nothing(self, seed: int) -> None:
         chance = random.Random(seed)
         members = FakeMembers()
         pool = elastic(members, multiplex=3)
@@ -725,7 +725,7 @@ class TestCancelledAcquire:
 
         running: set[asyncio.Task[None]] = set()
         ended: list[asyncio.Task[None]] = []
-        for _ in range(200):
+        for _ in range(500):
             task = asyncio.create_task(rollout())
             running.add(task)
             if chance.random() < 0.4:
@@ -740,7 +740,7 @@ class TestCancelledAcquire:
         ended += running
         failures = [task.exception() for task in ended if not task.cancelled() and task.exception()]
         assert failures == []
-        assert len(ended) == 200
+        assert len(ended) == 500
         assert members.loads == [0] * len(members.made)
         assert max(member.peak for member in members) <= 3
         async with asyncio.timeout(20):
