@@ -178,6 +178,11 @@ class Tunnel(ABC):
             self._noted(StateChanged(url=self._url or "", at=time.time(), before=self._state, after=state))
 
     def _set_gone(self, error: TunnelGoneError) -> None:
+        # Sessions keep it for as long as they are kept: the frames it came through, and the client in them, must not
+        # stay with it.
+        raised: BaseException | None = error
+        while raised is not None:
+            raised = raised.with_traceback(None).__cause__ or raised.__context__
         self.gone = error
         if self._state.name != "gone":
             self._show(TunnelState("gone", str(error)))
