@@ -339,6 +339,8 @@ class ElasticInterceptionPool(Pool):
         start.server = server
         try:
             await server.start()
+            if not server.healthy:
+                raise TunnelError(f"it was lost while it started: {getattr(server, 'lost', None) or 'not healthy'}")
         except BaseException:
             await run_to_end(self._stop_server(server))
             raise
@@ -352,11 +354,11 @@ class ElasticInterceptionPool(Pool):
     def _start_failed(self, start: _Start, error: Exception) -> None:
         """After its last try: those whom it would have served hear why, and nobody else."""
         logger.warning("a server could not be started (tries: %d): %s", start.tries, error)
-        if not self._starts:
+        counted = counted_on([self._age(other) for other in self._starts], self._patience)
+        if not counted:
             self._warmed(error)
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())
         self._seat_waiters(may_start=0)  # a server that does not serve just now is better than none
-        counted = counted_on([self._age(other) for other in self._starts], self._patience)
         beyond = len(self._waiters) - counted * self.config.multiplex
         for _ in range(min(beyond, self.config.multiplex)):
             self._waiters.pop().seat.set_exception(_told_anew(error))

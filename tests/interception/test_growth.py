@@ -196,6 +196,21 @@ class TestStartsThatFail:
             await seated(*rollouts)
             await left(*rollouts[1:])
 
+    async def test_one_that_is_lost_while_it_starts_is_a_failed_start(self) -> None:
+        class Doomed(FakeMember):
+            async def start(self) -> None:
+                await super().start()
+                self.set_gone("deleted at once")
+
+        members = FakeMembers(FakeMember(), Doomed(), Doomed(), Doomed())
+        async with elastic(members, multiplex=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            with pytest.raises(TunnelError, match="lost while it started"):
+                await Rollout(pool).task
+            assert [member.stops for member in members] == [0, 1, 1, 1]
+            await holder.leave()
+
 
 class TestStartsThatHang:
     async def test_another_is_begun_in_its_stead(self) -> None:
@@ -219,6 +234,16 @@ class TestStartsThatHang:
         async with elastic(members, start_patience=0.01) as pool:
             assert [server is members.made[1] for server in pool.servers] == [True]
             assert not hung.running
+        assert (hung.stops, members.running) == (1, 0)
+        await until(lambda: not other_tasks())
+
+    async def test_a_limit_beside_a_warm_up_that_hangs_is_raised_from_start(self) -> None:
+        hung, refused = FakeMember(held=True), FakeMember(error=TunnelLimitError(QUOTA))
+        members = FakeMembers(hung, refused)
+        pool = elastic(members, start_patience=0.01)
+        with pytest.raises(TunnelLimitError, match="maximum number of tunnels"):
+            await pool.start()
+        assert len(members.made) == 2
         assert (hung.stops, members.running) == (1, 0)
         await until(lambda: not other_tasks())
 
