@@ -56,9 +56,9 @@ def tunnels(monkeypatch: pytest.MonkeyPatch) -> FakeTunnels:
     return tunnels
 
 
-def elastic(members: FakeMembers, multiplex: int = 2) -> ElasticInterceptionPool:
+def elastic(members: FakeMembers, multiplex: int = 2, start_tries: int = 1) -> ElasticInterceptionPool:
     """A start that fails is not tried again here; how it is, is in `test_growth`."""
-    config = ElasticInterceptionPoolConfig(multiplex=multiplex, start_tries=1)
+    config = ElasticInterceptionPoolConfig(multiplex=multiplex, start_tries=start_tries, start_backoff=0.001)
     return ElasticInterceptionPool(config, server_factory=members)
 
 
@@ -409,7 +409,7 @@ class TestLostServer:
     async def test_one_that_is_lost_while_it_starts_is_replaced_for_those_who_wait(self) -> None:
         stillborn = FakeMember(held=True)
         members = FakeMembers(FakeMember(), stillborn)
-        async with elastic(members, multiplex=1) as pool:
+        async with elastic(members, multiplex=1, start_tries=2) as pool:
             holder = Rollout(pool)
             await seated(holder)
             waiter = Rollout(pool)
