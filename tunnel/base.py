@@ -42,9 +42,6 @@ class Tunnel(ABC):
     bind_port: int = 0
     """The port it must listen on; 0: any."""
 
-    queued: bool = False
-    """Whether `expose` waits for its turn within the creation limit just now."""
-
     restartable: ClassVar[bool] = True
     """Whether the keepalive may restart its client."""
 
@@ -92,6 +89,11 @@ class Tunnel(ABC):
     def state(self) -> TunnelState:
         """Where it stands, and why."""
         return self._state
+
+    @property
+    def queued(self) -> bool:
+        """Whether `expose` waits for its turn within the creation limit just now."""
+        return False
 
     @property
     def restarts(self) -> int:

@@ -71,8 +71,14 @@ class PrimeTunnel(Tunnel):
             )
         install_log_handler()
         self._client: _Client | None = None
+        self._starting: _Client | None = None
         self._reaper: Reaper | None = None
         self._reaping: asyncio.Task[None] | None = None
+
+    @property
+    def queued(self) -> bool:
+        """See `Tunnel.queued`."""
+        return self._starting is not None and self._starting.waits_to_create
 
     async def _connect(self, port: int) -> TunnelClient:
         if found := [name for name in PROXY_VARIABLES if os.environ.get(name)]:
@@ -112,11 +118,11 @@ class PrimeTunnel(Tunnel):
         raise AssertionError("unreachable")
 
     async def _quota_was_freed(self) -> bool:
-        """Whether registrations of dead runs, which may have filled the quota, are deleted now."""
+        """Whether there were registrations of dead runs, which may have filled the quota and are deleted by now."""
         assert self._reaper is not None
         assert self._reaping is not None
         await asyncio.wait([self._reaping], timeout=REAPING_TIMEOUT)
-        return self._reaper.deleted > 0
+        return self._reaper.found > 0
 
     async def _register(self, port: int, account: Account) -> "_Client":
         # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection.
@@ -129,7 +135,7 @@ class PrimeTunnel(Tunnel):
             labels=[label, *self.config.labels],
             connection_timeout=self.config.connection_timeout,
         )
-        client = _Client(sdk, label, self.config, account)
+        client = self._starting = _Client(sdk, label, self.config, account)
         _live.add(client)
         starting = protected(client.start())
         try:
@@ -218,6 +224,10 @@ class _Client:
     def is_running(self) -> bool:
         running: bool = self.sdk.is_running
         return running
+
+    @property
+    def waits_to_create(self) -> bool:
+        return self._api.waits_to_create
 
     async def restart(self) -> str:
         old = self._process
