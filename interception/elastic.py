@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 
 from interception.base import AcquireTimeoutError, PoolMember, Slot
 from interception.config import ElasticInterceptionPoolConfig, InterceptionServerConfig
-from interception.placement import ServerView, counted_on, idle_too_long, place
+from interception.placement import counted_on, idle_too_long, place
 from interception.pool import Pool, ServerFactory
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession
@@ -27,6 +27,9 @@ BACKOFF_CAP = 10.0
 """Seconds between two tries to start a server, at most (and as much jitter): waiters hear within half a minute."""
 
 STARTS_REMEMBERED = 16
+ENDS_REMEMBERED = 256
+"""More than are ever begun together: 8,192 rollouts by 32."""
+
 LEAST_PATIENCE = 1.0
 """Seconds; below this a start that takes half as long again as usual is no sign of anything."""
 
@@ -74,7 +77,8 @@ class ElasticInterceptionPool(Pool):
         self._waiters: deque[_Waiter] = deque()
         self._starts: list[_Start] = []
         self._warm: asyncio.Future[Exception | None] | None = None  # done: the first server is there, or why not
-        self._took: deque[float] = deque(maxlen=STARTS_REMEMBERED)
+        self._took: deque[float] = deque(maxlen=STARTS_REMEMBERED)  # seconds
+        self._ended: deque[float] = deque(maxlen=ENDS_REMEMBERED)  # when starts succeeded
         self._idle_since: dict[int, float] = {}  # by id: members need not be hashable
         self._timer: asyncio.TimerHandle | None = None
         self._idled = 0
@@ -182,7 +186,9 @@ class ElasticInterceptionPool(Pool):
         super()._leave(server, slot)
         if server.load == 0 and server.healthy:
             self._idle_since[id(server)] = monotonic()
-        self._balance()
+            self._set_timer()
+        if self._waiters:
+            self._balance()
 
     def _server_changed(self, server: PoolMember) -> None:
         super()._server_changed(server)
@@ -212,10 +218,10 @@ class ElasticInterceptionPool(Pool):
     def _seat_waiters(self, may_start: int | None) -> int:
         """Seats who can be seated now; how many servers to start for the others."""
         plan = place(
-            [ServerView(server.load, server.serving) for server in self._servers],
+            self._servers,
             max(len(self._waiters), int(self._warming)),
             capacity=self.config.multiplex,
-            starting=counted_on([self._age(start) for start in self._starts], self._patience),
+            starting=self._counted_on(),
             may_start=may_start,
         )
         for server in [self._servers[index] for index in plan.assign]:
@@ -255,8 +261,9 @@ class ElasticInterceptionPool(Pool):
         """For the next moment at which something changes by itself: a start is overdue, a server idle too long."""
         moments: list[float] = []
         if self._starts and (self._waiters or self._warming):
-            patience = self._patience
-            moments += [patience - age for start in self._starts if (age := self._age(start)) <= patience]
+            usual, patience = self._usual, self._patience
+            for age in map(self._age, self._starts):
+                moments += [limit - age for limit in (usual, patience) if limit is not None and limit >= age]
         timeout = self.config.idle_timeout
         if timeout is not None and self._idle_since and len(self._servers) > self.config.min_servers:
             moments.append(min(self._idle_since.values()) + timeout - monotonic())
@@ -276,10 +283,25 @@ class ElasticInterceptionPool(Pool):
         return self._warm is not None and not self._warm.done()
 
     @property
+    def _usual(self) -> float | None:
+        """Seconds that a start takes at most, as far as is known."""
+        return max(LEAST_PATIENCE, 1.5 * statistics.median(self._took)) if self._took else None
+
+    @property
     def _patience(self) -> float:
-        if not self._took:
-            return self.config.start_patience
-        return max(LEAST_PATIENCE, 1.5 * statistics.median(self._took))
+        return max(self.config.start_patience, self._usual or 0.0)
+
+    def _counted_on(self) -> int:
+        """Of the starts under way."""
+        if not self._starts:
+            return 0
+        oldest = min(start.since for start in self._starts)
+        return counted_on(
+            [self._age(start) for start in self._starts],
+            finished=sum(ended >= oldest for ended in self._ended),
+            usual=self._usual,
+            patience=self._patience,
+        )
 
     def _age(self, start: _Start) -> float:
         """Seconds for which it has been under way; those in the queue of the creation limit do not count."""
@@ -345,6 +367,7 @@ class ElasticInterceptionPool(Pool):
             await run_to_end(self._stop_server(server))
             raise
         self._took.append(monotonic() - max(begun, start.counted_from))
+        self._ended.append(monotonic())
         self._starts.remove(start)
         self._servers.append(server)
         self._idle_since[id(server)] = monotonic()
@@ -354,7 +377,7 @@ class ElasticInterceptionPool(Pool):
     def _start_failed(self, start: _Start, error: Exception) -> None:
         """After its last try: those whom it would have served hear why, and nobody else."""
         logger.warning("a server could not be started (tries: %d): %s", start.tries, error)
-        counted = counted_on([self._age(other) for other in self._starts], self._patience)
+        counted = self._counted_on()
         if not counted:
             self._warmed(error)
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())

@@ -9,7 +9,7 @@ from functools import partial
 
 from interception.base import Interception, PoolMember, Slot
 from interception.config import InterceptionServerConfig, StaticInterceptionPoolConfig
-from interception.placement import ServerView, place
+from interception.placement import place
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession
 from interception.stats import PoolStats, ServerStats
@@ -192,7 +192,7 @@ class StaticInterceptionPool(Pool):
             raise RuntimeError("the pool is not started")
         if not isinstance(session, RolloutSession):
             raise TypeError(f"not a RolloutSession: {type(session).__name__}")
-        plan = place([ServerView(server.load, server.serving) for server in self._servers], 1, capacity=None)
+        plan = place(self._servers, 1, capacity=None)
         if not plan.assign:
             raise TunnelError("no server of the pool is left: " + "; ".join(self._reasons))
         server = self._servers[plan.assign[0]]

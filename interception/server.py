@@ -159,7 +159,7 @@ class InterceptionServer(Interception):
     @property
     def serving(self) -> bool:
         """Healthy, and its tunnel (if it has one) serves just now."""
-        return self.healthy and (self.tunnel is None or self.tunnel.state.name == "serving")
+        return self.lost is None and (self.tunnel is None or self.tunnel.state.name == "serving")
 
     @property
     def queued(self) -> bool:
