@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,11 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> argparse.
     parser.add_argument("--quick", action="store_true", help="fewer rounds, never fewer rows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     return parser.parse_args(arguments)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM, as of `timeout`, unwinds the program as Ctrl-C does, so that it ends what it has started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def machine() -> str:
