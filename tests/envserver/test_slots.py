@@ -1,0 +1,630 @@
+"""What a worker slot does next: each transition of the table, each figure of the policy, and what always holds."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver.limits import PoolPolicy
+from envserver.slots import TRANSITIONS, Action, Bury, Event, GiveUp, Slot, Slots, Spawn, State, Terminate
+
+POLICY = PoolPolicy()
+KILLED = -9
+
+
+class Driver:
+    """The shell, in a world where time passes only when told: keeps what the machine has asked for."""
+
+    def __init__(
+        self,
+        max_workers: int | None = 4,
+        elastic: bool = False,
+        multiplex: int = 10,
+        policy: PoolPolicy = POLICY,
+        boots: Callable[[Slot], bool] = lambda slot: True,
+    ) -> None:
+        self.slots = Slots(policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex)
+        self.now = 1_000.0
+        self.in_flight = 0
+        self.boots = boots
+        """Whether a process can be started at all."""
+        self.told: list[Action] = []
+        self.starts: list[tuple[float, int, int]] = []
+        """Of each worker: when, slot, generation."""
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            self.told.append(action)
+            if isinstance(action, Spawn):
+                self.starts.append((self.now, action.slot.number, action.slot.generation))
+                report = self.slots.spawned if self.boots(action.slot) else self.slots.spawn_failed
+                self.do(report(action.slot, self.now))
+
+    def start(self) -> "Driver":
+        self.do(self.slots.start(self.now))
+        return self
+
+    def up(self) -> "Driver":
+        """Started, and every worker ready."""
+        self.start()
+        for slot in self.in_state(State.STARTING):
+            self.answer(slot)
+        return self
+
+    def answer(self, slot: Slot) -> None:
+        self.do(self.slots.answered(slot, self.now))
+
+    def die(self, slot: Slot, returncode: int = KILLED) -> None:
+        """Exits and is buried, at once."""
+        self.do(self.slots.exited(slot, self.now, returncode))
+        if slot.state is State.DYING:
+            self.do(self.slots.closed(slot, self.now))
+
+    def tick(self) -> None:
+        self.do(self.slots.tick(self.now, self.in_flight))
+
+    def run_until(self, end: float, each: Callable[["Driver"], None] = lambda driver: None) -> None:
+        """Let time pass up to `end`, ticking when the machine wants it, `each` being done after every tick."""
+        while (due := self.slots.due_at()) <= end:
+            self.now = max(self.now, due)
+            before = (self.now, self.slots.due_at())
+            self.tick()
+            each(self)
+            assert (self.now, self.slots.due_at()) != before, "a tick that is due changes something"
+        self.now = end
+
+    def in_state(self, *states: State) -> list[Slot]:
+        return [slot for slot in self.slots.map.values() if slot.state in states]
+
+    def one(self, state: State) -> Slot:
+        (slot,) = self.in_state(state)
+        return slot
+
+
+# The table
+
+
+def slot_in(state: State) -> tuple[Driver, Slot]:
+    """A pool of two, up, and one slot of it in `state`."""
+    driver = Driver(max_workers=2)
+    if state is State.STARTING:
+        driver.start()
+        slot, other = driver.in_state(State.STARTING)
+        driver.answer(other)
+        return driver, slot
+    driver.up()
+    slot = driver.in_state(State.READY)[0]
+    slots = driver.slots
+    match state:
+        case State.DRAINING:
+            driver.do(slots.shut_down(driver.now, 30))
+        case State.KILLING:
+            driver.do(slots.lost(slot, driver.now))
+        case State.DYING:
+            driver.do(slots.exited(slot, driver.now, KILLED))
+        case State.BACKOFF:
+            driver.die(slot)
+    assert slot.state is state
+    return driver, slot
+
+
+def at(driver: Driver, seconds: float) -> list[Action]:
+    driver.now += seconds
+    return driver.slots.tick(driver.now)
+
+
+STEPS: list[tuple[State, Event, Callable[[Driver, Slot], list[Action]], State, list[type]]] = [
+    (State.STARTING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.READY, []),
+    (State.STARTING, Event.OVERDUE, lambda d, s: at(d, 600), State.KILLING, [Terminate]),
+    (State.STARTING, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
+    (State.STARTING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.KILLING, [Terminate]),
+    (State.STARTING, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, 1), State.DYING, [Bury]),
+    (State.READY, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.READY, []),
+    (State.READY, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
+    (State.READY, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
+    (State.READY, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, 0), State.DYING, [Bury]),
+    (State.DRAINING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.DRAINING, []),
+    (State.DRAINING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
+    (State.DRAINING, Event.EMPTY, lambda d, s: d.slots.empty(s, d.now), State.KILLING, [Terminate]),
+    (State.DRAINING, Event.OVERDUE, lambda d, s: at(d, 30)[:1], State.KILLING, [Terminate]),
+    (State.DRAINING, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
+    (State.DRAINING, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, KILLED), State.DYING, [Bury]),
+    (State.KILLING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.KILLING, []),
+    (State.KILLING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.KILLING, []),
+    (State.KILLING, Event.EMPTY, lambda d, s: d.slots.empty(s, d.now), State.KILLING, []),
+    (State.KILLING, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, []),
+    (State.KILLING, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, -15), State.DYING, [Bury]),
+    (State.DYING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.DYING, []),
+    (State.DYING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DYING, []),
+    (State.DYING, Event.EMPTY, lambda d, s: d.slots.empty(s, d.now), State.DYING, []),
+    (State.DYING, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.DYING, []),
+    (State.DYING, Event.AGAIN, lambda d, s: d.slots.closed(s, d.now)[:0], State.BACKOFF, []),
+    (State.BACKOFF, Event.DUE, lambda d, s: at(d, 1), State.SPAWNING, [Spawn]),
+    (State.BACKOFF, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.REMOVED, []),
+]
+
+
+@pytest.mark.parametrize(("state", "event", "step", "new", "told"), STEPS, ids=lambda x: getattr(x, "value", None))
+def test_an_event_in_a_state_leads_to_the_next(
+    state: State, event: Event, step: Callable[[Driver, Slot], list[Action]], new: State, told: list[type]
+) -> None:
+    driver, slot = slot_in(state)
+    actions = step(driver, slot)
+    assert slot.state is new
+    assert [type(action) for action in actions if action.slot is slot] == told
+    assert (slot.number in driver.slots.map) == (new not in (State.REMOVED, State.RETIRED))
+
+
+def test_a_spawn_leads_to_starting_or_by_its_failure_to_backoff_retired_or_removed() -> None:
+    slots = Slots(POLICY, max_workers=1, elastic=False, multiplex=1)
+    (spawn,) = slots.start(0)
+    slot = spawn.slot
+    assert slot.state is State.SPAWNING
+    slots.spawned(slot, 0)
+    assert slot.state is State.STARTING
+    slots.answered(slot, 0)
+    slots.exited(slot, 0, KILLED)
+    slots.closed(slot, 0)
+    now = 1.0
+    for _ in range(POLICY.start_tries - 1):
+        assert slots.tick(now) == [Spawn(slot)]
+        slots.spawn_failed(slot, now)
+        assert slot.state is State.BACKOFF
+        now = slot.due
+    assert slots.tick(now) == [Spawn(slot)]
+    slots.spawn_failed(slot, now)
+    assert slot.state is State.RETIRED
+    assert not slots.map
+
+
+def test_what_is_spawned_while_the_pool_closes_is_ended_at_once() -> None:
+    for failed in (False, True):
+        slots = Slots(POLICY, max_workers=1, elastic=False, multiplex=1)
+        (spawn,) = slots.start(0)
+        assert slots.shut_down(0, 30) == []
+        report = slots.spawn_failed if failed else slots.spawned
+        assert report(spawn.slot, 0) == ([] if failed else [Terminate(spawn.slot, hard=False)])
+        assert spawn.slot.state is (State.REMOVED if failed else State.KILLING)
+
+
+def test_the_table_above_has_every_transition() -> None:
+    shown = {(state, event, new) for state, event, _, new, _ in STEPS}
+    elsewhere = {
+        (State.SPAWNING, Event.SPAWNED, State.STARTING),
+        (State.SPAWNING, Event.AGAIN, State.BACKOFF),
+        (State.SPAWNING, Event.SPENT, State.RETIRED),
+        (State.SPAWNING, Event.DONE, State.REMOVED),
+        (State.DYING, Event.SPENT, State.RETIRED),
+        (State.DYING, Event.DONE, State.REMOVED),
+    }
+    table = {(state, event, new) for state, events in TRANSITIONS.items() for event, new in events.items()}
+    assert table == shown | elsewhere
+
+
+def test_what_cannot_happen_in_a_state_is_an_error() -> None:
+    driver, slot = slot_in(State.BACKOFF)
+    with pytest.raises(RuntimeError, match="cannot be exited"):
+        driver.slots.exited(slot, driver.now, KILLED)
+
+
+# Starting the pool
+
+
+def test_an_elastic_pool_starts_one_worker_and_a_static_one_all() -> None:
+    assert len(Driver(max_workers=4, elastic=True).start().starts) == 1
+    assert len(Driver(max_workers=4, elastic=False).start().starts) == 4
+    with pytest.raises(ValueError, match="max_workers"):
+        Slots(POLICY, max_workers=None, elastic=False, multiplex=1)
+
+
+@pytest.mark.parametrize("returncode", [0, 1, 3])
+def test_the_start_fails_at_once_by_an_exception_or_an_exit(returncode: int) -> None:
+    driver = Driver(max_workers=2).start()
+    slot = driver.in_state(State.STARTING)[0]
+    assert driver.slots.exited(slot, driver.now, returncode) == [GiveUp(slot), Bury(slot)]
+    driver.do(driver.slots.closed(slot, driver.now))
+    assert slot.state is State.REMOVED
+
+
+def test_the_start_fails_by_a_third_signal() -> None:
+    driver = Driver(max_workers=1).start()
+    for _ in range(2):
+        driver.die(driver.one(State.STARTING))
+        assert driver.one(State.BACKOFF)
+        driver.run_until(driver.now + 2)
+    slot = driver.one(State.STARTING)
+    driver.die(slot)
+    assert driver.told[-2:] == [GiveUp(slot), Bury(slot)]
+    assert len(driver.starts) == 3
+
+
+def test_the_start_fails_if_its_worker_cannot_be_started_or_takes_too_long() -> None:
+    driver = Driver(max_workers=1, boots=lambda slot: False).start()
+    assert isinstance(driver.told[-1], GiveUp)
+    driver = Driver(max_workers=1).start()
+    slot = driver.one(State.STARTING)
+    driver.run_until(driver.now + 599)
+    assert slot.state is State.STARTING
+    driver.run_until(driver.now + 1)
+    assert driver.told[-1] == Terminate(slot, hard=True)
+    driver.die(slot)
+    assert driver.told[-2:] == [GiveUp(slot), Bury(slot)]
+
+
+def test_once_one_worker_was_ready_no_failure_ends_the_pool() -> None:
+    driver = Driver(max_workers=3).start()
+    first, *others = driver.in_state(State.STARTING)
+    driver.answer(first)
+    for slot in [first, *others]:
+        driver.die(slot, 1)
+    assert not any(isinstance(action, GiveUp) for action in driver.told)
+    assert len(driver.in_state(State.BACKOFF)) == 3
+
+
+# Ladders
+
+
+def starts_of(driver: Driver, number: int) -> list[float]:
+    return [at for at, slot, _ in driver.starts if slot == number]
+
+
+def test_failed_starts_wait_longer_each_time_and_the_fifth_spends_the_slot() -> None:
+    driver = Driver(max_workers=2).up()
+    slot = driver.in_state(State.READY)[0]
+    begin = driver.now = 1_100.0
+    driver.die(slot)  # it was up for a minute: replaced at once
+
+    def fail(driver: Driver) -> None:
+        for starting in driver.in_state(State.STARTING):
+            driver.die(starting, 1)
+
+    fail(driver)
+    driver.run_until(begin + 8.5, fail)
+    # 0.5 s would be before the next reap tick, which is a second after the start before.
+    assert starts_of(driver, 0)[1:] == [begin, begin + 1, begin + 2, begin + 4, begin + 8]
+    assert slot.state is State.RETIRED
+    assert driver.slots.ready == 1
+
+
+def test_the_failed_starts_are_forgotten_when_a_worker_is_ready() -> None:
+    driver = Driver(max_workers=1).up()
+    slot = driver.one(State.READY)
+    for _ in range(4 * POLICY.start_tries):
+        driver.now += 100
+        driver.die(slot)
+        for _ in range(POLICY.start_tries - 1):
+            driver.run_until(driver.now + 30)
+            driver.die(slot, 1)
+        driver.run_until(driver.now + 30)
+        driver.answer(slot)
+    assert slot.state is State.READY
+
+
+def test_start_backoff_is_capped_and_spread() -> None:
+    assert [POLICY.start_delay(n, 0.5) for n in (1, 2, 3, 6, 7, 99)] == [0.5, 1, 2, 16, 30, 30]
+    assert POLICY.start_delay(1, 0) == pytest.approx(0.4)
+    assert POLICY.start_delay(1, 1) == pytest.approx(0.6)
+    assert POLICY.start_delay(99, 1) == 30
+    assert [POLICY.open_delay(n) for n in (1, 2, 3, 7, 99)] == [1, 2, 4, 60, 60]
+    assert [POLICY.crash_delay(n) for n in range(9)] == [0, 0, 0, 1, 2, 4, 8, 16, 30]
+
+
+def test_ready_then_crash_has_a_ladder_of_its_own_that_never_ends() -> None:
+    driver = Driver(max_workers=1).up()
+    slot = driver.one(State.READY)
+
+    def crash(driver: Driver) -> None:
+        for starting in driver.in_state(State.STARTING):
+            driver.answer(starting)
+            driver.die(starting)
+
+    driver.die(slot)
+    driver.run_until(driver.now + 200, crash)
+    times = starts_of(driver, 0)
+    assert [b - a for a, b in itertools.pairwise(times)][:9] == [1, 1, 1, 2, 4, 8, 16, 30, 30]
+    assert slot.state is State.BACKOFF
+    driver.run_until(driver.now + 30, lambda driver: [driver.answer(s) for s in driver.in_state(State.STARTING)])
+    driver.now += 60
+    driver.die(slot)
+    assert slot.state is State.STARTING, "after a minute up it is replaced at once"
+    assert slot.crashes == 0
+
+
+def test_a_slot_starts_at_most_one_worker_a_second() -> None:
+    driver = Driver(max_workers=1).up()
+    slot = driver.one(State.READY)
+    driver.now += 0.25
+    driver.die(slot)
+    assert slot.state is State.BACKOFF
+    driver.run_until(driver.now + 1)
+    assert starts_of(driver, 0) == [1000, 1001]
+
+
+def test_the_pool_starts_only_so_many_workers_in_ten_seconds() -> None:
+    driver = Driver(max_workers=3).up()
+
+    def crash(driver: Driver) -> None:
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+            driver.now += 60  # each time up long enough for no ladder
+            driver.die(slot)
+            driver.now -= 60
+
+    for slot in driver.in_state(State.READY):
+        driver.now += 60
+        driver.die(slot)
+        driver.now -= 60
+    driver.run_until(driver.now + 100, crash)
+    times = [at for at, _, _ in driver.starts]
+    most = max(sum(begin <= at < begin + 10 for at in times) for begin in times)
+    assert most <= 6 + 6  # a full bucket, and what flows in meanwhile
+    assert len(times) <= 6 + 6 * 10 + 1
+
+
+# Places
+
+
+def spent(driver: Driver) -> None:
+    """Every slot has used up its tries."""
+    for slot in driver.in_state(State.READY):
+        driver.die(slot)
+
+    def fail(driver: Driver) -> None:
+        for slot in driver.in_state(State.STARTING):
+            driver.die(slot, 1)
+
+    fail(driver)
+    driver.run_until(driver.now + 200, fail)
+    assert driver.slots.ready == 0
+
+
+@pytest.mark.parametrize(("max_workers", "elastic"), [(4, False), (4, True), (None, True)])
+def test_with_all_slots_spent_full_capacity_is_back_a_minute_after_boot_is_repaired(
+    max_workers: int | None, elastic: bool
+) -> None:
+    driver = Driver(max_workers=max_workers, elastic=elastic).up()
+    while driver.slots.ready < 4:
+        driver.in_flight = 39
+        driver.tick()
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+        driver.now += 10
+    driver.in_flight = 0
+    spent(driver)
+    assert driver.slots.capacity == 0
+    assert driver.slots.starting == 0
+    repaired = driver.now
+
+    def boot(driver: Driver) -> None:
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+
+    driver.run_until(repaired + 60 + 1, boot)
+    assert driver.slots.ready == driver.slots.target >= 4
+    assert driver.slots.capacity == driver.slots.target * 10
+
+
+def test_places_that_fail_together_count_as_one_failed_opening() -> None:
+    driver = Driver(max_workers=4, policy=PoolPolicy(spawn_floor=1_000)).up()
+    spent(driver)
+    gaps = sorted({at for at, _, _ in driver.starts})
+    assert [b - a for a, b in itertools.pairwise(gaps)][5:10] == [1, 2, 4, 8, 16]
+
+
+def test_a_reopened_place_has_one_try_until_it_is_ready_and_then_all() -> None:
+    driver = Driver(max_workers=1).up()
+    spent(driver)
+    assert not driver.in_state(State.STARTING)
+    driver.run_until(driver.now + 60)
+    slot = driver.one(State.STARTING)
+    driver.die(slot, 1)
+    assert slot.state is State.RETIRED
+    driver.run_until(driver.now + 60)
+    slot = driver.one(State.STARTING)
+    driver.answer(slot)
+    driver.die(slot)
+    driver.run_until(driver.now + 5)
+    driver.die(slot, 1)
+    assert slot.state is State.BACKOFF
+
+
+def test_the_openings_of_places_are_1_2_4_and_at_most_60_seconds_apart() -> None:
+    driver = Driver(max_workers=1).up()
+    driver.die(driver.one(State.READY))
+
+    def fail(driver: Driver) -> None:
+        for slot in driver.in_state(State.STARTING):
+            driver.die(slot, 1)
+
+    driver.run_until(driver.now + 330, fail)
+    times = [at for at, _, _ in driver.starts]
+    # start, its replacement, four more tries; then the openings
+    assert [b - a for a, b in itertools.pairwise(times)][5:14] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+# Growth
+
+
+def test_growth_begins_at_nine_tenths_of_what_is_ready() -> None:
+    driver = Driver(max_workers=4, elastic=True, multiplex=10).up()
+    for driver.in_flight in range(9):
+        assert driver.in_flight < driver.slots.scale_up_at
+        driver.tick()
+    assert len(driver.starts) == 1
+    driver.in_flight = 9
+    assert driver.slots.scale_up_at <= driver.in_flight
+    driver.tick()
+    assert len(driver.starts) == 2
+    for driver.in_flight in range(9, 18):
+        driver.tick()
+    assert len(driver.starts) == 2, "who starts is counted on, but is no capacity"
+    assert driver.slots.capacity == 10
+
+
+def test_a_burst_starts_all_the_workers_it_needs_side_by_side_and_no_more_than_allowed() -> None:
+    driver = Driver(max_workers=4, elastic=True, multiplex=10).up()
+    driver.in_flight = 1_000
+    driver.tick()
+    assert driver.slots.starting == 3
+    assert driver.slots.scale_up_at == math.inf
+    driver = Driver(max_workers=None, elastic=True, multiplex=10).up()
+    driver.in_flight = 25
+    driver.tick()
+    assert driver.slots.starting == 2
+
+
+def test_a_static_pool_does_not_grow() -> None:
+    driver = Driver(max_workers=2, elastic=False, multiplex=10).up()
+    driver.in_flight = 1_000
+    assert driver.slots.scale_up_at == math.inf
+    driver.tick()
+    assert len(driver.starts) == 2
+
+
+def test_a_failed_growth_waits_on_its_own_timer_and_blocks_nothing_else() -> None:
+    driver = Driver(max_workers=4, elastic=True, multiplex=10).up()
+    first = driver.one(State.READY)
+    driver.in_flight = 9
+    driver.tick()
+    driver.die(driver.one(State.STARTING), 1)
+    assert driver.slots.scale_up_at == math.inf
+    driver.tick()
+    assert driver.slots.starting == 0
+    driver.now += 0.9
+    driver.die(first)
+    driver.run_until(driver.now + 0.1)
+    assert first.state is State.STARTING, "a place of the pool's own does not wait for it"
+    driver.answer(first)
+    driver.run_until(driver.now + 0.1)
+    assert driver.slots.starting == 1
+    driver.answer(driver.one(State.STARTING))
+    driver.in_flight = 18
+    driver.tick()
+    assert driver.slots.starting == 1, "the timer is reset by one that is ready"
+
+
+# Ends
+
+
+def test_a_drained_pool_ends_each_worker_when_it_is_empty_and_starts_none() -> None:
+    driver = Driver(max_workers=3).up()
+    empty, busy, gone = driver.in_state(State.READY)
+    driver.die(gone)
+    driver.do(driver.slots.shut_down(driver.now, 30))
+    assert gone.state is State.REMOVED
+    driver.do(driver.slots.empty(empty, driver.now))
+    assert driver.told[-1] == Terminate(empty, hard=False)
+    driver.die(empty, 0)
+    driver.run_until(driver.now + 29)
+    assert busy.state is State.DRAINING
+    driver.run_until(driver.now + 1)
+    assert driver.told[-1] == Terminate(busy, hard=False)
+    driver.run_until(driver.now + 10)
+    assert driver.told[-1] == Terminate(busy, hard=True)
+    driver.die(busy)
+    assert not driver.slots.map
+    assert driver.slots.due_at() == math.inf
+    assert len(driver.starts) == 3
+
+
+def test_in_a_hurry_nothing_is_waited_for() -> None:
+    driver = Driver(max_workers=2).up()
+    driver.do(driver.slots.shut_down(driver.now, 30))
+    driver.do(driver.slots.hurry(driver.now))
+    assert len(driver.in_state(State.KILLING)) == 2
+
+
+# What always holds
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["wait", "answer", "die", "bury", "lose", "load", "tick"]),
+        st.integers(0, 7),
+        st.sampled_from([0, 1, -9, -11]),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300)
+@given(
+    events=EVENTS,
+    max_workers=st.one_of(st.none(), st.integers(1, 5)),
+    elastic=st.booleans(),
+    broken=st.sets(st.integers(1, 60)),
+)
+def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
+    events: list[tuple[str, int, int]], max_workers: int | None, elastic: bool, broken: set[int]
+) -> None:
+    if max_workers is None:
+        elastic = True
+    driver = Driver(max_workers, elastic, boots=lambda slot: slot.generation not in broken)
+    slots = driver.slots
+    driver.boots = lambda slot: True
+    driver.up()
+    driver.boots = lambda slot: slot.generation not in broken
+    dying: list[Slot] = []
+
+    def check() -> None:
+        assert all(slot.number == number for number, slot in slots.map.items())
+        assert all(slot.failures < slot.tries for slot in slots.map.values()), "no slot starts without budget"
+        if max_workers is not None:
+            assert len(slots.map) <= max_workers
+        assert slots.capacity == 10 * len(driver.in_state(State.READY))
+        assert slots.ready + slots.starting <= len(slots.map)
+        generations = [generation for _, _, generation in driver.starts]
+        assert len(set(generations)) == len(generations)
+        for number in {slot for _, slot, _ in driver.starts}:
+            times = starts_of(driver, number)
+            # A fresh slot may take the number of one that is gone, and then starts by the timer of openings.
+            assert all(b - a >= 0.999 for a, b in itertools.pairwise(times))
+
+    for what, which, returncode in events:
+        living = driver.in_state(State.STARTING, State.READY, State.KILLING)
+        slot = living[which % len(living)] if living else None
+        match what:
+            case "wait":
+                driver.run_until(driver.now + which**3 / 5)
+            case "tick":
+                driver.tick()
+            case "load":
+                driver.in_flight = which * 7
+                driver.tick()
+            case "answer" if slot:
+                driver.answer(slot)
+            case "lose" if slot:
+                driver.do(slots.lost(slot, driver.now))
+            case "die" if slot:
+                driver.do(slots.exited(slot, driver.now, returncode))
+                dying.append(slot)
+            case "bury" if dying:
+                driver.do(slots.closed(dying.pop(), driver.now))
+        check()
+
+    # Spawning works from now on: all that there was is there again, in a minute and one start.
+    driver.boots = lambda slot: True
+    driver.in_flight = 0
+    target = slots.target
+
+    def live(driver: Driver) -> None:
+        for slot in driver.in_state(State.DYING):
+            driver.do(slots.closed(slot, driver.now))
+        for slot in driver.in_state(State.KILLING):
+            driver.die(slot)
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+
+    driver.tick()
+    live(driver)
+    driver.run_until(driver.now + 61, live)
+    check()
+    assert slots.ready >= target
+    assert slots.due_at() == math.inf
+
+    driver.do(slots.shut_down(driver.now, 30))
+    driver.run_until(driver.now + 41, lambda driver: [driver.die(slot) for slot in driver.in_state(State.KILLING)])
+    assert not slots.map
