@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+import envserver
 import interception
 import tunnel
 
@@ -30,10 +31,16 @@ def test_importing_both_packages_loads_no_library_that_only_some_need() -> None:
     loaded = run("import sys, tunnel, interception; result = sorted({name.partition('.')[0] for name in sys.modules})")
     assert isinstance(loaded, list)
     assert {"tunnel", "interception"} <= set(loaded)
-    assert not {"asyncssh", "typer", "rich"} & set(loaded)
+    assert not {"asyncssh", "typer", "rich", "zmq", "pyrate_limiter", "filelock", "psutil"} & set(loaded)
 
 
-@pytest.mark.parametrize("package", [tunnel, interception], ids=lambda package: package.__name__)
+def test_importing_the_env_server_loads_neither_the_others_nor_what_the_command_line_needs() -> None:
+    loaded = run("import sys, envserver; result = sorted({name.partition('.')[0] for name in sys.modules})")
+    assert isinstance(loaded, list)
+    assert not {"tunnel", "interception", "aiohttp", "typer", "rich", "psutil"} & set(loaded)
+
+
+@pytest.mark.parametrize("package", [tunnel, interception, envserver], ids=lambda package: package.__name__)
 def test_every_public_name_is_there(package: ModuleType) -> None:
     missing = run(
         f"import {package.__name__} as package\n"
@@ -52,7 +59,7 @@ def test_a_tunnel_is_loaded_when_it_is_asked_for(name: str, module: str) -> None
     assert loaded == [False, True]
 
 
-@pytest.mark.parametrize("package", [tunnel, interception], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [tunnel, interception, envserver], ids=lambda package: package.__name__)
 def test_a_name_that_is_not_there_is_an_attribute_error(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match="Tunel"):
         _ = package.Tunel

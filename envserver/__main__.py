@@ -1,0 +1,5 @@
+"""`python -m envserver`."""
+
+from envserver.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""The command line: `python -m envserver`."""
+
+import asyncio
+import json
+import logging
+import sys
+import traceback
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.text import Text
+
+from envserver.client import EnvClient
+from envserver.errors import EnvServerError
+from envserver.serve import make_server, serve_until_told
+from envserver.server import EnvServer
+
+if TYPE_CHECKING:
+    from envserver.pool import EnvServerPool
+
+LIVE_PERIOD = 0.25
+"""Seconds between two looks at the workers' states."""
+
+app = typer.Typer(
+    name="envserver",
+    help="Serve rollouts from worker processes that fail fast, not silently.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command(
+    epilog="Example: python -m envserver serve my_package.my_env:make --workers 4 --address tcp://0.0.0.0:5000"
+)
+def serve(
+    env: Annotated[str, typer.Argument(metavar="PACKAGE.MODULE:FACTORY", help="What makes the env when called.")],
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Worker processes. 1: this process serves by itself.")
+    ] = 1,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Start with one worker, and more up to --workers as load grows.")
+    ] = False,
+    multiplex: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Runs that one worker takes before another is started.")
+    ] = 128,
+    address: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen. The protocol has no authentication.")
+    ] = "tcp://127.0.0.1:5000",
+    kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
+) -> None:
+    """Serve an env until Ctrl-C or SIGTERM, with a live line of worker states.
+
+    The first signal lets runs under way end (at most 30 s), a second one does not.
+
+    Exit status: 0 if it was told to end, 1 if it could not serve.
+    """
+    console = Console(stderr=True)
+    _log_to(console)
+    try:
+        arguments = json.loads(kwargs)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--kwargs") from None
+    if not isinstance(arguments, dict):
+        raise typer.BadParameter('write a JSON object, like {"split": "test"}', param_hint="--kwargs")
+    sys.path.insert(0, "")  # an env in the current folder, as `python -m` has it for itself
+    try:
+        server = make_server(
+            env, arguments, max_workers=workers, elastic=elastic, multiplex=multiplex, address=_full(address)
+        )
+    except EnvServerError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the env's own code does
+        _show_theirs(error)
+        raise EnvServerError(f"{env} could not be loaded: {type(error).__name__}: {error}") from None
+    serve_until_told(server, alongside=lambda: _show_states(server, console))
+
+
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Like tcp://127.0.0.1:5000.")],
+    timeout: Annotated[float, typer.Option(min=0.01, metavar="SECONDS", help="How long to wait for an answer.")] = 2.0,
+) -> None:
+    """Ask a server how it is.
+
+    Exit status: 0 if a worker is ready, 1 if there is none or no answer.
+    """
+
+    async def ask() -> dict[str, Any]:
+        async with EnvClient(_full(address)) as client:
+            return await client.health(timeout=timeout)
+
+    answer = asyncio.run(ask())
+    typer.echo(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.items()) or "serving")
+    raise typer.Exit(0 if answer.get("ready", 1) else 1)
+
+
+def _full(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
+
+
+def _log_to(console: Console) -> None:
+    """What the server tells, above the live line or as plain lines."""
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False, markup=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("envserver").setLevel(logging.INFO)
+
+
+async def _show_states(server: "EnvServer | EnvServerPool", console: Console) -> None:
+    """One line that is always true; where there is no terminal, a line when it has changed."""
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        shown: dict[str, int] = {}
+        while True:
+            states = server.states()
+            # Runs come and go all the time: worth a moving line, not a line each.
+            workers = {name: count for name, count in states.items() if name != "in flight"}
+            if live is not None:
+                live.update(Text(_line(server.address, states)), refresh=True)
+            elif workers != shown:
+                console.print(_line(server.address, workers), highlight=False, markup=False, soft_wrap=True)
+                shown = workers
+            await asyncio.sleep(LIVE_PERIOD)
+
+
+def _line(address: str, states: dict[str, int]) -> str:
+    return f"{address}: " + ", ".join(f"{count} {name}" for name, count in states.items())
+
+
+def _show_theirs(error: Exception) -> None:
+    """The traceback of what the env's own code did, without ours above it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _ours(frame.filename)]
+    typer.echo("".join(traceback.format_list(frames)).rstrip(), err=True)
+
+
+def _ours(filename: str) -> bool:
+    return filename.startswith((__file__.removesuffix("cli.py"), "<frozen importlib")) or "/importlib/" in filename
+
+
+def main() -> None:
+    """The entry point: no traceback for a foreseeable fault."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except EnvServerError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

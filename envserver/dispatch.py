@@ -1,0 +1,208 @@
+"""Which request goes to which worker, and which answer to which client.
+
+The hot path of the broker: frames are forwarded as they are, nothing is decoded but a cancel, and there is no task.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+
+from envserver.outbox import Outbox
+from envserver.wire import (
+    CANCEL,
+    DELTA,
+    HEALTH,
+    REPLY,
+    RUN,
+    Part,
+    cancel_payload,
+    cancel_target,
+    failure,
+    parse_answer,
+    parse_request,
+    success,
+)
+from envserver.worker import PROBE_ID, Request, Worker
+
+logger = logging.getLogger("envserver")
+
+NOT_CANCELLED = success({"cancelled": False})
+
+
+class Dispatcher:
+    """Between the clients, behind `outbox`, and the workers that are ready.
+
+    `on_missed` is called when a run found no worker and says why for its error; `on_load` when `load` has reached
+    `load_limit`; `on_health` when a worker has answered a probe; `on_idle` when a worker has answered all it had.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_missed: Callable[[], str],
+        on_load: Callable[[], None],
+        on_health: Callable[[Worker, Part], None],
+        on_idle: Callable[[Worker], None],
+    ) -> None:
+        self.outbox: Outbox | None = None
+        """Where answers go. Set when the pool is up."""
+        self.ready: list[Worker] = []
+        """Who may get runs; the pool keeps it."""
+        self.health = b""
+        """The answer to health requests; the pool keeps it."""
+        self.load_limit = math.inf
+        self.refusal: str | None = None
+        """Why no run is taken any more, or None."""
+        self.dropped = 0
+        """Messages that were none, or nobody's."""
+        self._on_missed = on_missed
+        self._on_load = on_load
+        self._on_health = on_health
+        self._on_idle = on_idle
+        self._clients: dict[bytes, dict[bytes, Request]] = {}
+        self._ids = itertools.count(1)
+
+    # From clients
+
+    def on_request(self, parts: list[Part]) -> None:
+        request = parse_request(parts)
+        if request is None:
+            self._drop("it is no request")
+            return
+        client, request_id, method, payload = request
+        mine = self._clients.get(client)
+        if mine is not None and request_id in mine:
+            self._drop("a request with its id is under way")  # an answer would be taken for that one's
+        elif method == RUN:
+            self._run(client, request_id, payload)
+        elif method == HEALTH:
+            self._reply(client, request_id, self.health)
+        elif method == CANCEL:
+            self._cancel(client, request_id, payload)
+        else:
+            self._reply(client, request_id, failure(f"unknown method {method!r}: it is health, run or cancel"))
+
+    def _run(self, client: bytes, request_id: bytes, payload: Part) -> None:
+        if self.refusal is not None:
+            self._reply(client, request_id, failure(self.refusal))
+            return
+        worker = self._choose()
+        if worker is None:
+            self._reply(client, request_id, failure(self._on_missed()))
+            return
+        entry = self._enter(client, request_id, worker)
+        worker.send([entry.wire_id, RUN, payload])
+        if self.load_limit != math.inf and self.load >= self.load_limit:
+            self._on_load()
+
+    def _cancel(self, client: bytes, request_id: bytes, payload: Part) -> None:
+        try:
+            target = self._clients.get(client, {}).get(cancel_target(payload))
+        except ValueError as error:
+            self._reply(client, request_id, failure(f"a bad request: {error}"))
+            return
+        # A worker that is going answers nothing any more; its runs are about to be answered by us.
+        if target is None or target.target is not None or not target.worker.reachable:
+            self._reply(client, request_id, NOT_CANCELLED)
+            return
+        entry = self._enter(client, request_id, target.worker, target)
+        # On the way that the run took, after it.
+        target.worker.send([entry.wire_id, CANCEL, cancel_payload(target.wire_id)])
+
+    @property
+    def load(self) -> int:
+        """Requests that workers have and have not answered."""
+        return sum(len(worker.requests) for worker in self.ready)
+
+    def _choose(self) -> Worker | None:
+        """The one with the least to do."""
+        best = None
+        least = math.inf
+        for worker in self.ready:
+            load = len(worker.requests)
+            if load < least and not worker.in_arrears:
+                best, least = worker, load
+        return best
+
+    def _enter(self, client: bytes, request_id: bytes, worker: Worker, target: Request | None = None) -> Request:
+        wire_id = b"%x" % next(self._ids)
+        entry = worker.requests[wire_id] = Request(client, request_id, worker, wire_id, target)
+        self._clients.setdefault(client, {})[request_id] = entry
+        return entry
+
+    # From workers
+
+    def on_answer(self, worker: Worker, parts: list[Part]) -> None:
+        answer = parse_answer(parts)
+        if answer is None:
+            self._drop(f"{worker} sent what is no answer")
+            return
+        wire_id, kind, data = answer
+        entry = worker.requests.get(wire_id)
+        if entry is None:
+            if wire_id == PROBE_ID and kind == REPLY:
+                self._on_health(worker, data)
+            else:
+                self._drop(f"{worker} answered what it had not been asked")
+            return
+        client = entry.client
+        if kind == DELTA:
+            if client is not None and not self._send(client, entry.id, DELTA, data):
+                self.abandon(client)
+            return
+        del worker.requests[wire_id]
+        if client is not None:
+            self._forget(client, entry.id)
+            self._reply(client, entry.id, data)
+        if not worker.requests:
+            self._on_idle(worker)
+
+    # Ends
+
+    def fail(self, worker: Worker, text: str) -> None:
+        """Answer what `worker` will not answer any more."""
+        failed = failure(text)
+        for entry in [*worker.requests.values()]:
+            if entry.client is not None:
+                self._forget(entry.client, entry.id)
+                self._reply(entry.client, entry.id, failed if entry.target is None else NOT_CANCELLED)
+        worker.requests.clear()
+
+    def cut_off(self, client: bytes) -> None:
+        """A client does not read: it is told the end of all that it has under way, should it ever read again."""
+        text = failure("cut off: this client left too many answers unread, so its run was cancelled")
+        under_way = [*self._clients.get(client, {})]
+        self.abandon(client)  # first: so many answers may be too many themselves, and lead here again
+        for request_id in under_way:
+            self._reply(client, request_id, text)
+
+    def abandon(self, client: bytes) -> None:
+        """Nobody waits for what `client` has asked for: its runs are cancelled, what they still send is dropped."""
+        for entry in self._clients.pop(client, {}).values():
+            entry.client = None
+            worker = entry.worker
+            if entry.target is None and worker.reachable:
+                wire_id = b"%x" % next(self._ids)
+                worker.requests[wire_id] = Request(None, b"", worker, wire_id, entry)
+                worker.send([wire_id, CANCEL, cancel_payload(entry.wire_id)])
+
+    def _forget(self, client: bytes, request_id: bytes) -> None:
+        mine = self._clients[client]
+        del mine[request_id]
+        if not mine:
+            del self._clients[client]
+
+    # Answers
+
+    def _reply(self, client: bytes, request_id: bytes, data: Part) -> None:
+        if not self._send(client, request_id, REPLY, data) and client in self._clients:
+            self.abandon(client)
+
+    def _send(self, client: bytes, request_id: bytes, kind: bytes, data: Part) -> bool:
+        return self.outbox is not None and self.outbox.send([client, request_id, kind, data])
+
+    def _drop(self, why: str) -> None:
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+            logger.warning("a message was dropped: %s (%d so far)", why, self.dropped)

@@ -1,0 +1,522 @@
+"""An env served from worker processes: around `slots.Slots`, which decides, and `Dispatcher`, which forwards."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import zmq
+
+from envserver.dispatch import Dispatcher
+from envserver.errors import EnvServerError
+from envserver.jobs import pack_callable
+from envserver.limits import PoolPolicy
+from envserver.outbox import Outbox
+from envserver.slots import Action, Bury, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.startup import startup_error
+from envserver.teardown import run_to_end
+from envserver.wire import Part, decode, encode
+from envserver.worker import Worker
+from envserver.zsocket import ZSocket, listen
+
+logger = logging.getLogger("envserver")
+
+MAX_PATH = 107
+"""Bytes of a unix socket's path."""
+
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where worker sockets may go, whatever TMPDIR is: that may be too long for them."""
+
+MAX_SOCKETS = 65_536
+"""zmq's own limit is for 340 workers."""
+
+PROBE_AGAIN = 1.0
+"""Seconds until a worker that says that it is not well is asked again."""
+
+
+class EnvServerPool:
+    """Serves the env `package.module:factory` on `address` from worker processes; speaks what `EnvServer` speaks.
+
+    `elastic`: one worker at first, and more, up to `max_workers` (None: no limit), as the requests in flight reach 90 %
+    of `multiplex` for each ready worker. Else `max_workers` at once; the pool is up when one of them is ready.
+    `env_kwargs` are JSON values. `log_setup`, a function of a module, is called in each worker; with `log_path`
+    "env.log" worker 2 writes to "env-worker-2.log", without it to a file that goes with the pool.
+
+    A worker's death fails the runs it had, with `success=False` and its pid and signal, and nothing else; another takes
+    its place by the rules of `slots`. Nothing is run twice. A run that finds no ready worker fails at once.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        env_kwargs: dict[str, Any] | None = None,
+        *,
+        max_workers: int | None,
+        elastic: bool = True,
+        multiplex: int = 128,
+        address: str = "tcp://127.0.0.1:0",
+        log_setup: Callable[[], None] | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+        policy: PoolPolicy | None = None,
+    ) -> None:
+        if not isinstance(env, str) or ":" not in env:
+            raise EnvServerError(f"workers load their env themselves: name it as package.module:factory, not {env!r}")
+        if max_workers is None and not elastic:
+            raise EnvServerError("elastic=False starts max_workers at once: give their number")
+        if max_workers is not None and max_workers < 1:
+            raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
+        if multiplex < 1:
+            raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+        self.address = address
+        """Where it listens; concrete once `start` has returned."""
+        self._env = env
+        self._job = {
+            "env": env,
+            "env_kwargs": env_kwargs,
+            "multiplex": multiplex,
+            "log_setup": pack_callable(log_setup),
+            "drain_timeout": 0.0,  # the pool has waited for its runs before it ends a worker
+        }
+        self._log_path = None if log_path is None else Path(log_path)
+        self._policy = policy or PoolPolicy()
+        self._slots = Slots(
+            self._policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex, luck=iter(random.random, None)
+        )
+        self._dispatcher = Dispatcher(
+            on_missed=self._missed, on_load=self._tick, on_health=self._health, on_idle=self._idle
+        )
+        self._workers: dict[Slot, Worker] = {}
+        """Of each slot that has one, until it is buried."""
+        self._causes: dict[int, str] = {}
+        """Of each slot, its first failed start since a worker was ready there: what follows is often only its echo."""
+        self._last_death = ""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._listener: zmq.Socket[bytes] | None = None
+        self._frontend: ZSocket | None = None
+        self._folder: Path | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake: asyncio.Handle | None = None
+        self._burials: dict[Worker, asyncio.TimerHandle] = {}
+        self._up: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._draining = False
+        self._crash: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the first workers and return when one is ready; from then on requests are answered.
+
+        Raises `EnvServerStartupError` as soon as a worker ends by an exception or an exit, or for the third time by a
+        signal, or is not ready within 600 s; `EnvServerError` if the address cannot be had or no process be started.
+        Then nothing is left.
+        """
+        if self._up is not None:
+            raise EnvServerError("this pool has been started before")
+        self._loop = asyncio.get_running_loop()
+        self._up = self._loop.create_future()
+        try:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+            # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
+            self._listener, self.address = listen(self._context, self.address)
+            self._folder = _short_folder()
+            self._supervise(lambda: self._slots.start(self._now))
+            await self._up
+            self._frontend = ZSocket(self._listener, self._dispatcher.on_request, self._flush)
+            self._dispatcher.outbox = Outbox(self._frontend, self._dispatcher.cut_off, self._policy.client_budget)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new runs, and return when those under way have been answered, or after `timeout` seconds."""
+        if not self._draining:
+            self._close_doors()
+            logger.info("draining: %d requests are in flight", self.in_flight)
+            self._supervise(lambda: self._slots.shut_down(self._now, timeout))
+            for worker in [*self._workers.values()]:
+                self._idle(worker)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._until(lambda: not self.in_flight)
+
+    async def stop(self) -> None:
+        """End the workers and all that they still run, at once. Idempotent, and whatever happens to the caller."""
+        await run_to_end(self._stop())
+
+    async def wait_failed(self) -> NoReturn:
+        """Raises when the pool cannot go on, because what watches over its workers has failed. Never returns."""
+        await self._until(lambda: self._crash is not None)
+        raise EnvServerError(f"the pool's supervisor failed: {self._crash!r}") from self._crash
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that workers have and have not answered."""
+        return sum(len(worker.requests) for worker in self._workers.values())
+
+    @property
+    def dropped(self) -> int:
+        """Messages that were none, or nobody's."""
+        return self._dispatcher.dropped
+
+    def states(self) -> dict[str, int]:
+        """How many slots are in which state, and how many requests are in flight."""
+        counts = {state.value: self._slots.count(state) for state in State}
+        shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
+        return {**shown, "in flight": self.in_flight}
+
+    # Carrying out what the slots decide
+
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _supervise(self, step: Callable[[], list[Action]]) -> None:
+        """Tell the slots something and do what they say. A failure in here is the end: a pool whose slots are in
+        disorder would only look alive."""
+        if self._crash is not None:
+            return
+        try:
+            self._refresh(step())
+        except Exception as error:  # noqa: BLE001
+            self._crashed(error)
+
+    def _watched(self, callback: Callable[[Worker], None]) -> Callable[[Worker], None]:
+        """`callback` for the loop, whose failure is a failure of the supervisor."""
+
+        def guarded(worker: Worker) -> None:
+            try:
+                callback(worker)
+            except Exception as error:  # noqa: BLE001
+                self._crashed(error)
+
+        return guarded
+
+    def _refresh(self, actions: list[Action]) -> None:
+        # Who may get runs first: nothing that follows may offer one to a worker that has gone.
+        self._refresh_ready()
+        for action in actions:
+            match action:
+                case Spawn(slot):
+                    self._spawn(slot)
+                case Terminate(slot, hard):
+                    self._terminate(slot, hard)
+                case Bury(slot):
+                    self._bury(self._workers[slot])
+                case GiveUp(slot):
+                    self._give_up(slot)
+        self._refresh_ready()
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._slots.due_at()
+        self._timer = None if due == float("inf") else self._loop.call_at(due, self._tick)
+
+    def _refresh_ready(self) -> None:
+        workers = self._workers
+        self._dispatcher.ready = [
+            worker for slot, worker in workers.items() if slot.state is State.READY and worker.dispatchable
+        ]
+        self._dispatcher.load_limit = self._slots.scale_up_at
+        well = self._crash is None and not self._draining
+        self._dispatcher.health = encode(
+            {
+                "success": well,
+                "error": None if well else self._dispatcher.refusal,
+                "ready": self._slots.ready,
+                "starting": self._slots.starting,
+                "capacity": self._slots.capacity,
+            }
+        )
+        self._notify()
+
+    def _tick(self) -> None:
+        self._wake = None
+        before = len(self._slots.map)
+        self._supervise(lambda: self._slots.tick(self._now, self._dispatcher.load))
+        if (more := len(self._slots.map) - before) > 0:
+            logger.info("%d more worker(s): %d requests in flight", more, self.in_flight)
+
+    def _spawn(self, slot: Slot) -> None:
+        assert self._context is not None
+        assert self._folder is not None
+        try:
+            worker = Worker(
+                slot,
+                self._context,
+                job=self._job,
+                path=f"{self._folder}/{slot.generation}",
+                log_path=self._log_of(slot),
+                policy=self._policy,
+                on_message=self._dispatcher.on_answer,
+                on_lost=self._watched(self._lost),
+                on_exit=self._watched(self._exited),
+            )
+        except (EnvServerError, zmq.ZMQError) as error:  # no processes, descriptors or sockets left
+            self._note_failure(slot, f"worker {slot.number} cannot be started: {error}", "")
+            if self._up is not None and not self._up.done():
+                self._up.set_exception(EnvServerError(str(error)))
+            report = self._slots.spawn_failed
+        else:
+            self._workers[slot] = worker
+            logger.info("%s is starting", worker)
+            report = self._slots.spawned
+        self._refresh(report(slot, self._now))
+        self._tell_next(slot)
+
+    def _terminate(self, slot: Slot, hard: bool) -> None:
+        worker = self._workers[slot]
+        if slot.overdue:
+            logger.warning("%s is not ready after %g s: it is killed", worker, self._policy.start_timeout)
+        elif not slot.planned:
+            logger.warning("%s has lost its connection: it is ended", worker)
+        worker.child.send_signal(signal.SIGKILL if hard else signal.SIGTERM)
+
+    def _give_up(self, slot: Slot) -> None:
+        if self._up is None or self._up.done():
+            return
+        worker = self._workers[slot]
+        reason = worker.child.exit_reason
+        if slot.overdue:
+            reason = f"was not ready after {self._policy.start_timeout:g} s"
+        self._up.set_exception(
+            startup_error(
+                reason,
+                what=f"worker {slot.number} of {self._env}",
+                pid=worker.pid,
+                seconds=worker.child.seconds,
+                tail=worker.child.tail(),
+                log_path=None if self._log_path is None else self._log_of(slot),
+                returncode=worker.child.returncode,
+            )
+        )
+
+    # What workers do
+
+    def _health(self, worker: Worker, data: Part) -> None:
+        if worker.slot.state is not State.STARTING:
+            return
+        try:
+            well = decode(data).get("success") is True
+        except ValueError:
+            well = False
+        if not well:
+            self._loop.call_later(PROBE_AGAIN, self._probe, worker)
+            return
+        worker.dispatchable = True
+        self._causes.pop(worker.number, None)
+        logger.info("%s is ready after %.1f s", worker, worker.child.seconds)
+        self._supervise(lambda: self._slots.answered(worker.slot, self._now))
+        if self._up is not None and not self._up.done() and self._slots.up:
+            self._up.set_result(None)
+
+    def _probe(self, worker: Worker) -> None:
+        if not worker.closed:
+            worker.probe()
+
+    def _idle(self, worker: Worker) -> None:
+        if self._draining and not worker.requests:
+            self._supervise(lambda: self._slots.empty(worker.slot, self._now))
+        if self._draining:
+            self._notify()
+
+    def _lost(self, worker: Worker) -> None:
+        self._refresh_ready()
+        if worker in self._burials:
+            self._bury_now(worker)
+        elif not worker.closed:
+            # As a rule the process has ended as well, and the loop is about to hear of it.
+            self._loop.call_later(self._policy.burial_timeout, self._still_lost, worker)
+
+    def _still_lost(self, worker: Worker) -> None:
+        if not worker.closed and worker.child.returncode is None:
+            self._supervise(lambda: self._slots.lost(worker.slot, self._now))
+
+    def _exited(self, worker: Worker) -> None:
+        worker.dispatchable = False
+        slot = worker.slot
+        if slot.planned:
+            logger.info("%s %s", worker, worker.end)
+        else:
+            what = (
+                f"{worker} {worker.end} after {worker.child.seconds:.1f} s, with {len(worker.requests)} requests on it"
+            )
+            self._note_failure(slot, what, worker.child.tail())
+        if self._crash is not None:
+            worker.close()
+            self._workers.pop(slot, None)
+            self._notify()
+            return
+        self._supervise(lambda: self._slots.exited(slot, self._now, worker.child.returncode or 0))
+
+    def _note_failure(self, slot: Slot, what: str, tail: str) -> None:
+        self._last_death = what
+        in_full = f"{what}\n{tail}" if tail else what
+        if slot.ready_at is not None:
+            logger.warning("%s", in_full)
+        elif slot.number in self._causes:
+            logger.warning("%s", what)
+        else:
+            self._causes[slot.number] = in_full
+            logger.warning("%s", in_full)
+
+    def _bury(self, worker: Worker) -> None:
+        """Deliver what a worker that has ended had queued: all that reached the kernel is read until the end."""
+        worker.look_at_connection()
+        if worker.requests and worker.connected:
+            # What it has forked may hold its end of the connection open, so not for ever.
+            timeout = self._policy.burial_timeout
+            self._burials[worker] = self._loop.call_later(timeout, self._watched(self._bury_now), worker)
+        else:
+            self._loop.call_soon(self._watched(self._bury_now), worker)
+
+    def _bury_now(self, worker: Worker) -> None:
+        slot = worker.slot
+        if (timer := self._burials.pop(worker, None)) is not None:
+            timer.cancel()
+        if worker.closed:
+            return
+        worker.read_rest()
+        worker.connected = False
+        ended = f"{worker} of the env server {worker.end}"
+        if self._draining:
+            ended += ", as the server is shutting down"
+        self._dispatcher.fail(worker, f"{ended}; this request was running there and is not run again")
+        worker.close()
+        self._workers.pop(slot, None)
+        self._supervise(lambda: self._slots.closed(slot, self._now))
+        self._tell_next(slot)
+
+    def _tell_next(self, slot: Slot) -> None:
+        if slot.state is State.BACKOFF:
+            logger.info("worker %d is started again in %.1f s", slot.number, slot.due - self._now)
+        elif slot.state is State.RETIRED:
+            cause = self._causes.pop(slot.number, "unknown")
+            logger.error("worker %d is given up, to be tried again later; it began with: %s", slot.number, cause)
+
+    def _missed(self) -> str:
+        """A run has found no worker. Why, for its error."""
+        if self._wake is None:
+            self._wake = self._loop.call_soon(self._tick)
+        if self._dispatcher.ready:
+            return "no worker takes a request: too many bytes wait for each of them"
+        states = ", ".join(f"{count} {name}" for name, count in self.states().items() if count and name != "in flight")
+        last = f"; last: {self._last_death}" if self._last_death else ""
+        return f"no worker is ready ({states or 'none is left; the next start is due later'}){last}"
+
+    # Ends
+
+    def _crashed(self, error: Exception) -> None:
+        logger.critical("the pool's supervisor failed; all requests fail", exc_info=error)
+        self._crash = error
+        self._close_doors(f"the env server's supervisor failed: {error!r}")
+        for slot, worker in [*self._workers.items()]:
+            worker.dispatchable = False
+            worker.child.send_signal(signal.SIGKILL)
+            self._dispatcher.fail(worker, f"the env server's supervisor failed: {error!r}")
+            if worker.child.returncode is not None:
+                worker.close()
+                self._workers.pop(slot, None)
+        for timer in self._burials.values():
+            timer.cancel()
+        self._burials.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._up is not None and not self._up.done():
+            self._up.set_exception(EnvServerError(f"the pool's supervisor failed: {error!r}"))
+        self._refresh_ready()
+
+    def _close_doors(self, why: str = "the env server is shutting down and takes no new runs") -> None:
+        self._draining = True
+        self._dispatcher.refusal = why
+        self._refresh_ready()
+
+    async def _stop(self) -> None:
+        if self._up is not None and not self._up.done():
+            self._up.set_exception(EnvServerError("the pool was stopped before it was up"))
+        if self._up is not None and not self._up.cancelled():
+            self._up.exception()  # whoever waited for it has it
+        self._close_doors()
+        if self._workers or self._slots.map:
+            self._supervise(lambda: self._slots.shut_down(self._now, 0.0))
+            self._supervise(lambda: self._slots.hurry(self._now))
+            patience = self._policy.kill_grace + self._policy.stop_timeout
+            try:
+                async with asyncio.timeout(patience):
+                    await self._until(lambda: not self._workers)
+            except TimeoutError:
+                logger.error("%d worker(s) do not end although they were killed", len(self._workers))
+        for worker in [*self._workers.values()]:
+            self._dispatcher.fail(worker, f"{worker} does not end; the env server is shutting down")
+            worker.close()
+        self._workers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        await self._close_frontend()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def _close_frontend(self) -> None:
+        if self._frontend is not None and self._dispatcher.outbox is not None:
+            outbox = self._dispatcher.outbox
+            deadline = self._now + self._policy.flush_timeout
+            while not outbox.empty and self._now < deadline:  # noqa: ASYNC110 - it sends by itself and tells nobody
+                await asyncio.sleep(0.01)
+            outbox.close()
+            self._frontend.close(linger=int(self._policy.flush_timeout * 1000))
+        elif self._listener is not None:
+            self._listener.close(0)
+        context, self._context = self._context, None  # two may be stopping it
+        if context is not None:
+            await asyncio.to_thread(context.term)
+
+    def _notify(self) -> None:
+        """Wake who waits in `_until`."""
+        self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            changed = self._changed
+            if changed.is_set():
+                changed = self._changed = asyncio.Event()
+            await changed.wait()
+
+    def _flush(self) -> None:
+        outbox = self._dispatcher.outbox
+        if outbox is not None and not outbox.empty:
+            outbox.flush()
+
+    # Where things are
+
+    def _log_of(self, slot: Slot) -> Path:
+        if self._log_path is not None:
+            return self._log_path.with_name(f"{self._log_path.stem}-worker-{slot.number}{self._log_path.suffix}")
+        assert self._folder is not None
+        return self._folder / f"worker-{slot.number}.log"
+
+
+def _short_folder() -> Path:
+    """A new folder of ours alone, with a name short enough for sockets in it."""
+    tried: list[str] = []
+    for parent in (*SHORT_FOLDERS, tempfile.gettempdir()):
+        if len(os.fsencode(parent)) > MAX_PATH - 40:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="envserver-", dir=parent))
+        except OSError as error:
+            tried.append(f"{parent}: {error.strerror}")
+    raise EnvServerError(f"no folder for the workers' sockets can be made: {'; '.join(tried)}")

@@ -1,0 +1,368 @@
+"""Serving an env until told to end: as the whole business of a process, or in a process made for it."""
+
+import asyncio
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envserver.child import Child
+from envserver.env import Env
+from envserver.errors import EnvServerError
+from envserver.jobs import pack_callable
+from envserver.orphan import end_with_parent
+from envserver.server import EnvServer
+from envserver.startup import TIMEOUT, startup_error, traceback_path
+from envserver.teardown import run_to_end
+
+if TYPE_CHECKING:
+    from envserver.pool import EnvServerPool
+
+logger = logging.getLogger("envserver")
+
+ADDRESS = "tcp://127.0.0.1:0"
+
+DRAIN_TIMEOUT = 30.0
+"""Seconds that runs under way get to end by themselves after the first SIGTERM; a second one ends the wait."""
+
+STOP_TIMEOUT = 10.0
+"""Seconds that `env_server` gives its server to end before it is killed; half of it goes to the runs under way."""
+
+
+def make_server(
+    env: Env | str,
+    env_kwargs: dict[str, Any] | None = None,
+    *,
+    max_workers: int | None = 1,
+    elastic: bool = True,
+    multiplex: int = 128,
+    address: str | None = None,
+    log_setup: Callable[[], None] | None = None,
+    log_path: str | os.PathLike[str] | None = None,
+) -> "EnvServer | EnvServerPool":
+    """What serves an env with these numbers: one worker is this process itself, more are a pool's."""
+    if max_workers is not None and max_workers < 1:
+        raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
+    if multiplex < 1:
+        raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+    if max_workers == 1:
+        return EnvServer(env, env_kwargs, address=address or ADDRESS, multiplex=multiplex)
+    if not isinstance(env, str):
+        raise EnvServerError("workers load their env themselves: name it, as package.module:factory")
+    if max_workers is None and not elastic:
+        raise EnvServerError("elastic=False starts max_workers at once: give their number")
+    from envserver.pool import EnvServerPool
+
+    return EnvServerPool(
+        env,
+        env_kwargs,
+        max_workers=max_workers,
+        elastic=elastic,
+        multiplex=multiplex,
+        address=address or ADDRESS,
+        log_setup=log_setup,
+        log_path=log_path,
+    )
+
+
+def serve_env(
+    env: Env | str,
+    env_kwargs: dict[str, Any] | None = None,
+    *,
+    max_workers: int | None = 1,
+    elastic: bool = True,
+    multiplex: int = 128,
+    address: str | None = None,
+    address_queue: Any = None,
+    death_pipe: Any = None,
+    log_setup: Callable[[], None] | None = None,
+    log_path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Serve an env until SIGTERM or SIGINT: what a script calls, or the target of a `multiprocessing.Process`.
+
+    `env`: `package.module:factory`, called with `env_kwargs` (JSON values where there are workers); for a single
+    server also the env itself. `max_workers` 1 serves from this process; more, or None for any number, from worker
+    processes behind a broker: one at first and more as load grows, or all of them at once with `elastic=False`. A
+    worker takes `multiplex` runs before another is started. `address` None is a free port on 127.0.0.1.
+
+    `address_queue` (a multiprocessing queue, or a connection to write to) is told the address once it serves;
+    `wait_for_address` is the other end. `death_pipe` (a connection or a descriptor to read from): when its other end
+    is closed this process ends within a second, as it does when the process that started it with multiprocessing has
+    gone. `log_setup` is called here and in every worker. `log_path`: this process's stdout and stderr are appended to
+    that file from now on.
+
+    At the first signal no new run is taken, and those under way get 30 seconds; a second one ends the wait, more have
+    no effect. Raises `EnvServerError` if it cannot be served.
+    """
+    if log_path is not None:
+        _redirect_output(log_path)
+    try:
+        _end_with_parent(death_pipe)
+        if log_setup is not None:
+            log_setup()
+
+        def ready(bound: str) -> None:
+            if address_queue is not None:
+                _publish(address_queue, bound)
+
+        server = make_server(
+            env,
+            env_kwargs,
+            max_workers=max_workers,
+            elastic=elastic,
+            multiplex=multiplex,
+            address=address,
+            log_setup=log_setup,
+            log_path=log_path,
+        )
+        serve_until_told(server, ready=ready)
+    except BaseException:
+        if log_path is not None:
+            with contextlib.suppress(OSError):
+                traceback_path(log_path).write_text(traceback.format_exc(), errors="backslashreplace")
+        raise
+
+
+def serve_until_told(
+    server: "EnvServer | EnvServerPool",
+    *,
+    ready: Callable[[str], None] | None = None,
+    drain_timeout: float | None = None,
+    alongside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs from
+    before its start until after its end."""
+
+    async def serve() -> None:
+        beside = None if alongside is None else asyncio.create_task(alongside())
+        try:
+            await _serve(server, ready, DRAIN_TIMEOUT if drain_timeout is None else drain_timeout)
+        finally:
+            if beside is not None:
+                beside.cancel()
+                await run_to_end(_ended(beside))
+
+    asyncio.run(serve())
+
+
+async def _serve(
+    server: "EnvServer | EnvServerPool", ready: Callable[[str], None] | None, drain_timeout: float
+) -> None:
+    with _told_to_end() as (told, told_again):
+        try:
+            starting = asyncio.create_task(server.start())
+            if not await _first(starting, told):
+                return
+            logger.info("serving on %s", server.address)
+            if ready is not None:
+                ready(server.address)
+            if await _first(asyncio.create_task(server.wait_failed()), told):
+                return  # it has raised
+            await _first(asyncio.create_task(server.drain(drain_timeout)), told_again)
+        finally:
+            await server.stop()
+            logger.info("no longer serving on %s", server.address)
+
+
+async def _first(work: "asyncio.Task[Any]", event: asyncio.Event) -> bool:
+    """Whether `work` has ended (or its failure) before `event` is set; it is cancelled if not."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        if not work.done():
+            work.cancel()
+            await run_to_end(_ended(work))
+    if work.cancelled():
+        return False
+    work.result()
+    return True
+
+
+async def _ended(work: "asyncio.Task[Any]") -> None:
+    await asyncio.wait([work])
+
+
+@contextmanager
+def _told_to_end() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and the second SIGTERM or SIGINT.
+
+    Once there was one, later ones stay without effect to the end of the process, which is near: restored, the default
+    handler would turn a third SIGTERM into an exit by a signal. In other threads than the main one there are none.
+    """
+    told, told_again = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def note() -> None:
+        (told_again if told.is_set() else told).set()
+
+    def handler(number: int, frame: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing left to end
+            loop.call_soon_threadsafe(note)
+
+    before: dict[signal.Signals, Any] = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, handler)
+    try:
+        yield told, told_again
+    finally:
+        for number, previous in before.items():
+            # Ignored, not handled: Python gives up its handlers before the process has ended.
+            signal.signal(number, signal.SIG_IGN if told.is_set() else previous or signal.SIG_DFL)
+
+
+def _redirect_output(log_path: str | os.PathLike[str]) -> None:
+    traceback_path(log_path).unlink(missing_ok=True)
+    try:
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise EnvServerError(f"the log {os.fspath(log_path)} cannot be written: {error.strerror}") from None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # which flushes, so that what came before goes where it belongs
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _end_with_parent(death_pipe: Any) -> None:
+    fds: list[int] = []
+    if death_pipe is not None:
+        fds.append(death_pipe if isinstance(death_pipe, int) else death_pipe.fileno())
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        fds.append(int(parent.sentinel))
+    if fds:
+        end_with_parent(fds, None, kill_group=False)
+
+
+def _publish(address_queue: Any, address: str) -> None:
+    """Have the address on its way before anything can happen to this process."""
+    if hasattr(address_queue, "put"):
+        address_queue.put(address)
+        # A queue hands over to a thread, whose unsent bytes die with the process. Closing it flushes; only ours, and
+        # the parent's end is another.
+        if hasattr(address_queue, "join_thread") and multiprocessing.parent_process() is not None:
+            address_queue.close()
+            address_queue.join_thread()
+    else:
+        address_queue.send(address)
+
+
+@asynccontextmanager
+async def env_server(
+    env: str,
+    env_kwargs: dict[str, Any] | None = None,
+    *,
+    max_workers: int | None = 1,
+    elastic: bool = True,
+    multiplex: int = 128,
+    address: str | None = None,
+    log_setup: Callable[[], None] | None = None,
+    log_path: str | os.PathLike[str] | None = None,
+    timeout: float = TIMEOUT,
+    stop_timeout: float = STOP_TIMEOUT,
+) -> AsyncIterator[str]:
+    """A server in a process of its own: `async with env_server("package.module:factory") as address`.
+
+    The arguments are those of `serve_env`. Raises `EnvServerStartupError` in the moment the process dies, or after
+    `timeout` seconds. On leaving the process is told to end, and killed `stop_timeout` seconds later if it has not;
+    also when the caller is cancelled, any number of times. Without `log_path` the log is a temporary file, kept only
+    after a failure.
+    """
+    server = _ServerProcess(log_path)
+    try:
+        job = {
+            "role": "server",
+            "env": env,
+            "env_kwargs": env_kwargs,
+            "max_workers": max_workers,
+            "elastic": elastic,
+            "multiplex": multiplex,
+            "address": address,
+            "log_setup": pack_callable(log_setup),
+            "log_path": None if log_path is None else os.fspath(log_path),
+            "drain_timeout": stop_timeout / 2,
+        }
+        yield await server.start(job, timeout)
+    finally:
+        await run_to_end(server.stop(stop_timeout))
+
+
+class _ServerProcess:
+    """A child with the role `server`, from its start to its end."""
+
+    def __init__(self, log_path: str | os.PathLike[str] | None) -> None:
+        self._folder = None if log_path is not None else tempfile.mkdtemp(prefix="envserver-")
+        self._log_path = Path(self._folder or "", log_path or "server.log")
+        self._child: Child | None = None
+        self._ended = asyncio.Event()
+        self._address: str | None = None
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._failed = False
+
+    async def start(self, job: dict[str, Any], timeout: float) -> str:
+        self._child = Child.spawn(job, log_path=self._log_path, on_exit=self._exited, on_report=self._reported)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            self._failed = True
+            raise startup_error(
+                f"reported no address within {timeout:g} s",
+                pid=self._child.pid,
+                seconds=self._child.seconds,
+                tail=self._child.tail(),
+                log_path=self._log_path,
+            ) from None
+        if self._ended.is_set() or self._address is None:
+            self._failed = True
+            raise startup_error(
+                self._child.exit_reason,
+                pid=self._child.pid,
+                seconds=self._child.seconds,
+                tail=self._child.tail(),
+                log_path=self._log_path,
+                returncode=self._child.returncode,
+                address=self._address,
+            )
+        return self._address
+
+    async def stop(self, timeout: float) -> None:
+        self._stopping = True
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._ended.wait()
+            except TimeoutError:
+                logger.warning("the env server (pid %d) did not end within %g s: killed", self._child.pid, timeout)
+                self._child.send_signal(signal.SIGKILL)
+                await self._ended.wait()
+            self._child.close()
+        if self._folder is not None and not self._failed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _reported(self, line: str) -> None:
+        self._address = line
+        self._changed.set()
+
+    def _exited(self, child: Child) -> None:
+        if self._address is not None and not self._stopping:
+            self._failed = True
+            logger.error("the env server (pid %d) %s\n%s", child.pid, child.exit_reason, child.tail())
+        self._ended.set()
+        self._changed.set()
