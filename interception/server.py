@@ -279,7 +279,7 @@ class InterceptionServer(Interception):
         """Whether this is a secret of a shared tool server's."""
         digest = _digest("service", secret)
         # All are compared, so that the time does not tell which one it resembles.
-        return any([hmac.compare_digest(digest, known) for known in self._services])
+        return sum(hmac.compare_digest(digest, known) for known in self._services) > 0
 
 
 def raise_if_lost(session: RolloutSession) -> None:

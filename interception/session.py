@@ -106,8 +106,8 @@ class RolloutSession:
 
     `streaming`: `live` streams begin at the upstream's first event; `whole` ones when the turn is complete, so that a
     failure keeps its status and a client's SDK tries again; `auto` is `whole` behind a tunnel and `live` without one.
-    `state` is what its tools share and `task` what they may read, both JSON or a pydantic model. `state_type`, a model or
-    any type pydantic knows, is what the state must be of; where `state` is a model, it is of that model.
+    `state` is what its tools share and `task` what they may read, both JSON or a pydantic model. `state_type`, a model
+    or any type pydantic knows, is what the state must be of; where `state` is a model, it is of that model.
     `on_request` and `on_response` hooks see each body, see `interception.hooks.Hook`.
     """
 

@@ -1,7 +1,7 @@
 """The state channel: what a rollout's tools share, read and written over HTTP with the rollout's state secret.
 
 GET  /state   the state as JSON, with its ETag
-PUT  /state   replaces it: 204 with the new ETag; 400 with the reason; 412 if it is not what `If-Match` names any more
+PUT  /state   replaces it: 204 with the new ETag; 400 with the reason; 412 if it is no longer what `If-Match` names
 GET  /task    what the rollout is about, as JSON
 """
 

@@ -177,9 +177,7 @@ def _parsed(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise StateError(
-            "what answers for the state channel is no interception server: its answer is no JSON"
-        ) from None
+        raise StateError("what answers here is no interception server: its answer is no JSON") from None
 
 
 def _told(body: bytes) -> str:
