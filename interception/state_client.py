@@ -72,8 +72,8 @@ class StateClient:
 
     async def get(self) -> tuple[Any, str]:
         """The state, and its tag for `put`."""
-        body, headers = await self._request("GET", "/state")
-        return _parsed(body), headers.get("ETag", "")
+        body, present = await self.read()
+        return _parsed(body), present
 
     async def put(self, state: Any, *, if_match: str | None = None) -> str:
         """Replace the state by a JSON value; its new tag.
@@ -81,12 +81,7 @@ class StateClient:
         With the tag of what was read as `if_match` it raises `StateConflictError` if that is not the state any more;
         without, the last write wins. ValueError if it is no JSON.
         """
-        body = json.dumps(state, allow_nan=False).encode()
-        headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex}
-        if if_match is not None:
-            headers["If-Match"] = if_match
-        _, answered = await self._request("PUT", "/state", headers, body)
-        return answered.get("ETag", "")
+        return await self.write(json.dumps(state, allow_nan=False).encode(), if_match=if_match)
 
     async def update(self, change: Callable[[Any], Any]) -> Any:
         """Read the state, have `change` change it (in place, or by what it returns), and write it; what was written.
@@ -103,7 +98,25 @@ class StateClient:
 
     async def task(self) -> Any:
         """What the rollout is about."""
-        return _parsed((await self._request("GET", "/task"))[0])
+        return _parsed(await self.read_task())
+
+    # -- as bytes, for those who parse for themselves ------------------------------------------
+
+    async def read(self) -> tuple[bytes, str]:
+        body, headers = await self._request("GET", "/state")
+        return body, headers.get("ETag", "")
+
+    async def read_task(self) -> bytes:
+        return (await self._request("GET", "/task"))[0]
+
+    async def write(self, body: bytes, *, if_match: str | None = None) -> str:
+        headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex}
+        if if_match is not None:
+            headers["If-Match"] = if_match
+        _, answered = await self._request("PUT", "/state", headers, body)
+        return answered.get("ETag", "")
+
+    # -- life ----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         if self._owns_http and self._http is not None:
