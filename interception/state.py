@@ -55,7 +55,7 @@ class SharedState:
                 try:
                     return self._adapter.validate_python({})  # nothing was given: a model's defaults
                 except ValidationError:
-                    pass
+                    raise ValueError("the state must be given: its type takes neither null nor {}") from None
             kind = "of its type" if self._typed else "JSON (or a pydantic model, or give state_type)"
             raise ValueError(f"the state is not {kind}: {reasons(error)}") from None
 

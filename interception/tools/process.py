@@ -96,27 +96,25 @@ class ToolProcess:
 
     async def stop(self) -> None:
         self._stopping = True
-        if self._process is None:
-            return
-        assert self._watchdog is not None
-        assert self._status is not None
-        self._say(stop=True)
-        await asyncio.wait([self._status], timeout=STOP_TIMEOUT)
-        self._watchdog.write_eof()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT):
+        if self._process is not None and self._status is not None and self._watchdog is not None:
+            self._say(stop=True)
+            await asyncio.wait([self._status], timeout=STOP_TIMEOUT)
+            self._watchdog.write_eof()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self._process.wait()
+            except TimeoutError:
+                logger.warning("the watchdog of the tool server hangs; ending its group")
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 await self._process.wait()
-        except TimeoutError:
-            logger.warning("the watchdog of the tool server hangs; ending its group")
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
         for writer in (self._writer, self._watchdog):
             if writer is not None:
                 writer.close()
                 with contextlib.suppress(ConnectionError):
                     await writer.wait_closed()
-        await asyncio.wait([task for task in (self._listening, self._status) if task is not None])
+        if listening := [task for task in (self._listening, self._status) if task is not None]:
+            await asyncio.wait(listening)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -149,7 +147,8 @@ class ToolProcess:
                 word, _, number = line.decode().strip().partition(" ")
                 if word == "failed":
                     ended = f"cannot be started: {os.strerror(int(number))}"
-                elif word == "exited":
+                    break
+                if word == "exited":
                     code = os.waitstatus_to_exitcode(int(number))
                     ended = f"exited with status {code}" if code >= 0 else f"was ended by signal {-code}"
                     break
