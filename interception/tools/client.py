@@ -1,6 +1,8 @@
 """Calling MCP tools over a connection that may break: again where that does no harm, and never twice where it might."""
 
+import functools
 import json
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,21 +87,21 @@ class ToolClient:
     # -- parts ---------------------------------------------------------------------------------
 
     async def _again(self, work: "Callable[[Client], Awaitable[T]]", *, method: str, harmless: bool) -> T:
-        async for attempt in stamina.retry_context(
-            on=lambda error: isinstance(error, _NoAnswer) and (harmless or not error.sent),
-            attempts=None,
-            timeout=self._patience,
-            wait_max=WAIT_MAX,
-        ):
-            try:
+        try:
+            async for attempt in stamina.retry_context(
+                on=lambda error: isinstance(error, _NoAnswer) and (harmless or not error.sent),
+                attempts=None,
+                timeout=self._patience,
+                wait_max=WAIT_MAX,
+            ):
                 with attempt:
                     return await self._once(work, method)
-            except _NoAnswer as error:
-                if error.sent and not harmless:
-                    raise OutcomeUnknownError(
-                        f"outcome unknown: the call was sent and its answer never came ({error}); it was not sent again"
-                    ) from error.__cause__
-                raise ToolCallError(f"{self._slot.url}: {error}") from error.__cause__
+        except _NoAnswer as error:
+            if error.sent and not harmless:
+                raise OutcomeUnknownError(
+                    f"outcome unknown: the call was sent and its answer never came ({error}); it was not sent again"
+                ) from error.__cause__
+            raise ToolCallError(f"{self._slot.url}: {error}") from error.__cause__
         raise AssertionError("unreachable")
 
     async def _once(self, work: "Callable[[Client], Awaitable[T]]", method: str) -> T:
@@ -112,6 +114,7 @@ class ToolClient:
         seen = _Seen(method)
         http = httpx2.AsyncClient(
             headers=self._slot.headers,
+            verify=_trust(),
             timeout=httpx2.Timeout(CONNECT_TIMEOUT, read=self._timeout),
             event_hooks={"request": [seen.request], "response": [seen.response]},
         )
@@ -138,6 +141,14 @@ class ToolClient:
             if not seen.is_mcp or error.code in (CONNECTION_CLOSED, PARSE_ERROR, REQUEST_TIMEOUT):
                 raise _NoAnswer(str(error), sent=seen.sent) from raised  # the SDK's own word for an answer it lacks
             raise error from None
+
+
+@functools.cache
+def _trust() -> ssl.SSLContext:
+    """Whose certificates count; reading them takes longer than many a call."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
 
 
 class _Seen:

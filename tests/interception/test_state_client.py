@@ -151,7 +151,7 @@ class TestConcurrentWriters:
         yield
         stamina.set_testing(False)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         writers=st.integers(2, 5),
         additions=st.integers(1, 4),
