@@ -254,4 +254,4 @@ async def serve(control: int) -> None:
                 break
     finally:
         if host is not None:
-            await host.stop()
+            await run_to_end(host.stop())  # told to by the launcher's end, and by SIGTERM at once after it

@@ -3,30 +3,24 @@
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx2
 import psutil
 import pytest
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
 
-from interception import InterceptionServer, RolloutSession, Slot
+from interception import InterceptionServer
 from interception.demo.relay import SshRelay
-from interception.tools import OutcomeUnknownError, ToolCallError, ToolClient, ToolServer, ToolSlot
+from interception.tools import OutcomeUnknownError, ToolClient, ToolServer
 from tests.helpers import until
 from tests.interception import tool_module
-from tests.interception.edge import Fault, Unreliable, cut_after, cut_before, status
-from tests.interception.fakes import FakeTunnel, new_session, other_tasks
+from tests.interception.fakes import FakeTunnel, new_session
 from tests.interception.tool_module import SPEC, ran
+from tests.interception.tool_rollouts import both, rollout, sdk, text, tools_of
 from tests.prime import FakePrime
 from tunnel import (
     HEALTH_PATH,
@@ -44,50 +38,6 @@ POLICY = (
     .scaled(0.01)
     .model_copy(update={"probe_timeout": 5.0, "restart_timeout": 30.0, "give_up_after": None})
 )
-
-
-def tools_of(where: str) -> Any:
-    """The same tools, as they are served in this process and in another."""
-    return tool_module.server() if where == "here" else f"{SPEC}:server"
-
-
-both = pytest.mark.parametrize("where", ["here", "apart"])
-
-
-@dataclass
-class Rollout:
-    server: ToolServer
-    session: RolloutSession
-    slot: Slot
-    tools: ToolSlot
-
-    def client(self, **options: Any) -> ToolClient:
-        return ToolClient(self.tools, **options)
-
-
-@asynccontextmanager
-async def rollout(server: ToolServer, session: RolloutSession | None = None) -> AsyncIterator[Rollout]:
-    session = session or new_session(state={}, task={"question": "6 x 7?"})
-    async with (
-        InterceptionServer() as interception,
-        server,
-        interception.acquire(session) as slot,
-        server.acquire(session, slot) as tools,
-    ):
-        yield Rollout(server, session, slot, tools)
-
-
-@asynccontextmanager
-async def sdk(tools: ToolSlot, mode: str = "auto") -> AsyncIterator[Client]:
-    """The SDK's own client."""
-    http = httpx2.AsyncClient(headers=tools.headers, timeout=30)
-    async with http, Client(streamable_http_client(tools.url, http_client=http), mode=mode) as client:
-        yield client
-
-
-def text(result: Any) -> str:
-    assert len(result.content) == 1, result
-    return str(result.content[0].text)
 
 
 @pytest.fixture
@@ -268,13 +218,18 @@ class TestTheEndOfItsTunnel:
         async with InterceptionServer() as interception, server, interception.acquire(new_session()) as slot:
             async with server.acquire(left, slot):
                 pass
-            with pytest.raises(TunnelError, match="the tool server's tunnel was lost") as lost:
-                async with server.acquire(session := new_session(), slot):
+            session = new_session()
+
+            async def play() -> None:
+                async with server.acquire(session, slot):
                     harness = asyncio.create_task(session.guard(asyncio.Event().wait()))
                     await relay.revoke(USER)
                     with pytest.raises(TunnelError):
                         await harness
                     # A harness that ends well all the same is no success.
+
+            with pytest.raises(TunnelError, match="the tool server's tunnel was lost") as lost:
+                await play()
             assert lost.value is session.error
             assert left.error is None
             with pytest.raises(TunnelError, match="was lost"):
@@ -285,10 +240,13 @@ class TestTheEndOfItsTunnel:
             await server.start()
 
     async def test_stopping_the_server_ends_them_too(self) -> None:
-        with pytest.raises(TunnelError, match="the tool server was stopped"):
+        async def play() -> None:
             async with rollout(ToolServer(tool_module.tools)) as running:
                 await running.server.stop()
                 assert running.session.failed.is_set()
+
+        with pytest.raises(TunnelError, match="the tool server was stopped"):
+            await play()
 
 
 class TestWhoIsServed:
@@ -349,69 +307,6 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
-class TestCallsOverAnEdge:
-    """What the client does with each kind of answer. The faults hit the call alone, not the list before it."""
-
-    @asynccontextmanager
-    async def edge(self, tmp_path: Path) -> AsyncIterator[tuple[ToolClient, Unreliable, Rollout]]:
-        (tmp_path / "go").touch()
-        async with rollout(ToolServer(tools_of("here"))) as running:
-            edge = Unreliable(running.tools.url.removesuffix("/mcp"))
-            edge.only = b"tools/call"
-            async with edge.serving() as url:
-                yield ToolClient(running.tools._replace(url=url + "/mcp"), patience=20.0), edge, running
-
-    @pytest.mark.parametrize("fault", [status(500), status(502), status(504), cut_before, cut_after, status(200)])
-    async def test_a_call_that_must_not_run_twice_is_sent_once(self, fault: Fault, tmp_path: Path) -> None:
-        async with self.edge(tmp_path) as (client, edge, running):
-            edge.faults = [fault, fault]
-            with pytest.raises(OutcomeUnknownError, match="outcome unknown"):
-                await client.call("pay", {"folder": str(tmp_path)})
-            assert len(edge.faults) == 1
-            await until(lambda: ran(str(tmp_path)) == (1 if fault is cut_after else 0))
-            assert text(await ToolClient(running.tools).call("note", {"text": "a"})) == "note 1: a"
-
-    @pytest.mark.parametrize("fault", [status(500), status(502), status(504), cut_before, cut_after, status(200)])
-    async def test_a_call_that_may_is_sent_again(self, fault: Fault, tmp_path: Path) -> None:
-        async with self.edge(tmp_path) as (client, edge, _):
-            edge.faults = [fault, fault]
-            assert text(await client.call("look", {"folder": str(tmp_path)})) == "seen"
-            assert edge.faults == []
-
-    @pytest.mark.parametrize("code", [307, 400, 401, 403, 404, 413, 429])
-    @pytest.mark.parametrize("tool", ["pay", "look"])
-    async def test_a_4xx_is_final_and_the_tool_has_not_run(self, code: int, tool: str, tmp_path: Path) -> None:
-        async with self.edge(tmp_path) as (client, edge, running):
-            edge.faults = [status(code), status(code)]
-            with pytest.raises(ToolCallError) as refused:
-                await client.call(tool, {"folder": str(tmp_path)})
-            assert (refused.value.status, len(edge.faults), ran(str(tmp_path))) == (code, 1, 0)
-            assert running.tools.secret not in str(refused.value)
-
-    async def test_a_list_that_fails_is_asked_again(self, tmp_path: Path) -> None:
-        async with self.edge(tmp_path) as (client, edge, _):
-            edge.only = b""
-            edge.faults = [status(503), cut_before, cut_after]
-            assert "pay" in {tool.name for tool in await client.list_tools()}
-
-    async def test_a_connection_that_is_refused_is_tried_until_patience_ends(self) -> None:
-        client = ToolClient(ToolSlot("http://127.0.0.1:9/mcp", "secret"), patience=0.3)
-        with pytest.raises(ToolCallError, match=r"127\.0\.0\.1:9"):
-            await client.call("pay")
-
-    async def test_a_wrong_key_is_said_at_once(self) -> None:
-        async with rollout(ToolServer(tools_of("here"))) as running:
-            with pytest.raises(ToolCallError) as refused:
-                await ToolClient(running.tools._replace(secret="wrong")).list_tools()
-            assert refused.value.status == 401
-
-    async def test_an_error_of_the_tools_is_its_result(self) -> None:
-        async with rollout(ToolServer(tools_of("here"))) as running:
-            result = await running.client().call("note", {"text": 1, "more": []})
-            assert result.is_error
-            assert (await running.client().call("no such tool")).is_error
-
-
 class TestSlowCalls:
     @both
     @pytest.mark.parametrize("mode", ["auto", "legacy"])
@@ -451,121 +346,6 @@ class TestSlowCalls:
                 running.tools.url, json=body, headers={**running.tools.headers, "Accept": "application/json"}
             ) as response:
                 assert (await response.read()).startswith(b"{")
-
-
-class TestItsProcess:
-    async def test_one_that_crashes_ends_its_rollouts_with_a_reason(self) -> None:
-        with pytest.raises(TunnelError, match="its process exited with status 3"):
-            async with rollout(ToolServer(f"{SPEC}:tools")) as running:
-                with pytest.raises(OutcomeUnknownError):
-                    await running.client().call("crash", {"status": 3})
-                await running.session.failed.wait()
-
-    async def test_one_that_is_killed_too(self) -> None:
-        with pytest.raises(TunnelError, match="its process was ended by signal 9"):
-            async with rollout(ToolServer(f"{SPEC}:tools")) as running:
-                os.kill(int(text(await running.client().call("pid"))), signal.SIGKILL)
-                await running.session.failed.wait()
-        with pytest.raises(TunnelError, match="make a new one"):
-            await running.server.start()
-
-    @pytest.mark.parametrize(
-        ("spec", "why"),
-        [
-            ("tests.interception.no_such_module:tools", "ModuleNotFoundError"),
-            (f"{SPEC}:no_such_tools", "AttributeError"),
-            (f"{SPEC}:nothing", "TypeError: tools must be a list of functions"),
-            (f"{SPEC}:failing", "LookupError: the tools' own database is down"),
-        ],
-    )
-    async def test_one_that_cannot_start_says_why_and_leaves_nothing(self, spec: str, why: str) -> None:
-        before, tasks = children(), other_tasks()
-        server = ToolServer(spec)
-        with pytest.raises(TunnelError, match=why):
-            await server.start()
-        assert (children(), other_tasks()) == (before, tasks)
-        await server.stop()
-
-    async def test_stopping_leaves_neither_it_nor_what_its_tools_started(self) -> None:
-        before = children()
-        async with rollout(ToolServer(f"{SPEC}:tools")) as running:
-            client = running.client()
-            pids = [int(text(await client.call(tool))) for tool in ("pid", "child")]
-        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        assert children() == before
-
-    async def test_one_whose_tool_holds_it_for_ever_is_stopped_all_the_same(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("interception.tools.process.STOP_TIMEOUT", 0.5)
-        async with rollout(ToolServer(f"{SPEC}:tools")) as running:
-            client = running.client()
-            pid = int(text(await client.call("pid")))
-            held = asyncio.create_task(client.call("hold"))
-            await until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING and running_count(running) == 1)
-        with pytest.raises(OutcomeUnknownError):
-            await held
-        await until(lambda: not psutil.pid_exists(pid))
-
-    @pytest.mark.parametrize("busy", [False, True], ids=["idle", "while a tool holds it"])
-    async def test_its_launcher_is_killed_and_it_is_gone_with_all_it_started(self, busy: bool) -> None:
-        launcher = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", LAUNCHER, f"{SPEC}:tools", "hold" if busy else ""),
-            stdout=asyncio.subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-        )
-        assert launcher.stdout is not None
-        pids = [int(pid) for pid in (await launcher.stdout.readline()).split()]
-        family = [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
-        assert set(pids) <= set(family)
-        launcher.kill()
-        await launcher.wait()
-        await until(lambda: not any(psutil.pid_exists(pid) for pid in family))
-
-    @pytest.mark.parametrize("steps", range(0, 120, 8))
-    async def test_a_start_that_is_cancelled_twice_leaves_nothing(self, steps: int) -> None:
-        before, tasks = children(), other_tasks()
-        server = ToolServer(f"{SPEC}:tools", tunnel=FakeTunnel(held=steps % 16 == 0))
-        starting = asyncio.create_task(server.start())
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        starting.cancel()
-        await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        await until(lambda: children() == before)
-        assert other_tasks() == tasks
-
-
-LAUNCHER = """
-import asyncio, sys
-from interception import InterceptionServer
-from interception.tools import ToolClient, ToolServer
-from tests.interception.fakes import new_session
-
-async def main():
-    session = new_session()
-    async with InterceptionServer() as server, ToolServer(sys.argv[1]) as tools, server.acquire(session) as slot:
-        async with tools.acquire(session, slot) as mine:
-            client = ToolClient(mine)
-            pids = [(await client.call(tool)).structured_content["result"] for tool in ("pid", "child")]
-            holding = asyncio.create_task(client.call(sys.argv[2])) if sys.argv[2] else None
-            await asyncio.sleep(0.2)
-            print(*pids, flush=True)
-            await asyncio.sleep(3600)
-
-asyncio.run(main())
-"""
-
-
-def children() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def running_count(running: Rollout) -> int:
-    host = running.server._host
-    return getattr(host, "_in_flight", 0)
 
 
 class TestWhatItIsGiven:
