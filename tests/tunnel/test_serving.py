@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import httpx
+import httpx2
 import pytest
 from aiohttp import web
 from starlette.applications import Starlette
@@ -34,15 +34,15 @@ class Entry:
         self.arrived.append((path, headers.get(PROBE_HEADER)))
 
 
-def asgi(tunnel: Entrance | None = None, **options: Any) -> httpx.AsyncClient:
+def asgi(tunnel: Entrance | None = None, **options: Any) -> httpx2.AsyncClient:
     """A Starlette app that lets nobody in, behind the middleware."""
 
     async def page(request: Request) -> Response:
         return PlainTextResponse(f"{request.method} {request.url.path}", status_code=401)
 
     app = Starlette(routes=[Route("/{path:path}", page, methods=["GET", "POST"])])
-    transport = httpx.ASGITransport(health_middleware(app, tunnel, **options))
-    return httpx.AsyncClient(transport=transport, base_url="http://tools.example")
+    transport = httpx2.ASGITransport(health_middleware(app, tunnel, **options))
+    return httpx2.AsyncClient(transport=transport, base_url="http://tools.example")
 
 
 @asynccontextmanager
