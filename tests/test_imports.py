@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import interception
+import interception.tools
 import tunnel
 
 ON_DEMAND = {"CommandTunnel": "tunnel.command", "PrimeTunnel": "tunnel.prime", "SshTunnel": "tunnel.ssh"}
@@ -30,10 +31,16 @@ def test_importing_both_packages_loads_no_library_that_only_some_need() -> None:
     loaded = run("import sys, tunnel, interception; result = sorted({name.partition('.')[0] for name in sys.modules})")
     assert isinstance(loaded, list)
     assert {"tunnel", "interception"} <= set(loaded)
-    assert not {"asyncssh", "typer", "rich"} & set(loaded)
+    assert not {"asyncssh", "typer", "rich", "stamina", "mcp", "uvicorn"} & set(loaded)
 
 
-@pytest.mark.parametrize("package", [tunnel, interception], ids=lambda package: package.__name__)
+def test_tools_are_loaded_without_the_mcp_sdk_until_a_server_is_made() -> None:
+    loaded = run("import sys, interception.tools; result = sorted({name.partition('.')[0] for name in sys.modules})")
+    assert isinstance(loaded, list)
+    assert not {"mcp", "uvicorn", "starlette", "httpx2"} & set(loaded)
+
+
+@pytest.mark.parametrize("package", [tunnel, interception, interception.tools], ids=lambda package: package.__name__)
 def test_every_public_name_is_there(package: ModuleType) -> None:
     missing = run(
         f"import {package.__name__} as package\n"

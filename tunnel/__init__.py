@@ -18,6 +18,7 @@ from tunnel.health import HEALTH_PATH, IDENTITY_HEADER, PROBE_HEADER
 from tunnel.keepalive import TunnelClient, keep_serving
 from tunnel.logs import TunnelLogHandler
 from tunnel.policy import KeepAlivePolicy
+from tunnel.serving import Entrance, add_health_route, health_middleware
 from tunnel.state import (
     Counters,
     Gone,
@@ -44,6 +45,7 @@ __all__ = [
     "Counters",
     "CustomTunnel",
     "CustomTunnelConfig",
+    "Entrance",
     "Gone",
     "KeepAlivePolicy",
     "PrimeTunnel",
@@ -63,6 +65,8 @@ __all__ = [
     "TunnelLimitError",
     "TunnelLogHandler",
     "TunnelState",
+    "add_health_route",
+    "health_middleware",
     "keep_serving",
     "make_tunnel",
 ]
