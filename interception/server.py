@@ -38,6 +38,9 @@ http_logger.addFilter(_no_stranger)
 SHUTDOWN_TIMEOUT = 1.0
 """Seconds that answers being written get when the server stops; its sessions are released by then."""
 
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where the host itself finds what listens on all its addresses; those of IPv6 are IPv6's alone."""
+
 RELEASED_KEPT = 4096
 """Rollouts that are over whose late calls are still counted, for each server: their secrets are kept, as hashes."""
 
@@ -124,7 +127,7 @@ class InterceptionServer(Interception):
             raise TunnelError(f"the server cannot listen on {host}: {error}") from error
         port = runner.addresses[0][1]
         # A wildcard address is for containers of this host, or for its proxy; on the host itself it is loopback.
-        self._local_url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else in_url(host)}:{port}"
+        self._local_url = f"http://{in_url(LOOPBACK.get(host, host))}:{port}"
         if tunnel is None:
             self._base_url = self._local_url
             return

@@ -6,7 +6,9 @@ GET  /task    what the rollout is about, as JSON
 """
 
 import hashlib
+import json
 import logging
+import math
 import re
 from collections import OrderedDict
 from typing import Any
@@ -23,6 +25,9 @@ WRITES_KEPT = 1024
 
 REASONS_TOLD = 5
 """Of why a value is not of the state's type."""
+
+REASONS_LOOKED_AT = 1000
+"""More are only counted: to put one into words takes 6 µs of the loop, and nearly 1 kB."""
 
 ETAG_LIST = re.compile(r'\s*(?:W/)?"[^"\x00-\x20]*"\s*(?:,\s*(?:W/)?"[^"\x00-\x20]*"\s*)*')
 
@@ -62,9 +67,7 @@ class SharedState:
     def written(self) -> bytes:
         """The state as JSON. ValueError if the host made something of it that is not."""
         try:
-            text = self._adapter.dump_json(self.value, by_alias=True, round_trip=True, warnings="error")
-            if b"NaN" in text or b"Infinity" in text:
-                pydantic_core.from_json(text, allow_inf_nan=False)
+            text = as_json(self._adapter, self.value)
         except (ValueError, RecursionError) as error:  # pydantic's own are ValueErrors
             raise ValueError(f"the state cannot be written as JSON: {error}") from None
         return text
@@ -106,6 +109,26 @@ class SharedState:
             raise Failure(400, f"the state is not JSON: {error}") from None
 
 
+def as_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
+    """`value` in the JSON that its type reads again. ValueError if there is none, also for NaN and infinities."""
+    text = adapter.dump_json(value, by_alias=True, round_trip=True, warnings="error")
+    if b"NaN" in text or b"Infinity" in text:
+        pydantic_core.from_json(text, allow_inf_nan=False)
+    # pydantic writes them as null, without a word, where the type's config does not say otherwise.
+    if b"null" in text and _made_null(adapter.dump_python(value, by_alias=True, round_trip=True), json.loads(text)):
+        raise ValueError("there is a NaN or an infinity in it")
+    return text
+
+
+def _made_null(value: Any, text: Any) -> bool:
+    """Whether a number of `value` is null in the same place of `text`."""
+    if isinstance(value, dict) and isinstance(text, dict) and len(value) == len(text):
+        return any(map(_made_null, value.values(), text.values()))
+    if isinstance(value, list | tuple) and isinstance(text, list):
+        return any(map(_made_null, value, text))
+    return text is None and isinstance(value, float) and not math.isfinite(value)
+
+
 def tag(text: bytes) -> str:
     """The ETag of a state: the same for the same content."""
     return f'"{hashlib.sha256(text).hexdigest()[:32]}"'
@@ -113,6 +136,8 @@ def tag(text: bytes) -> str:
 
 def reasons(error: ValidationError) -> str:
     """Why a value is not valid, without the value."""
+    if (count := error.error_count()) > REASONS_LOOKED_AT:
+        return f"{count} parts of it are not valid"
     found = error.errors(include_url=False, include_input=False, include_context=False)
     told = [": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"]))) for one in found[:REASONS_TOLD]]
     return "; ".join([*told, f"and {len(found) - REASONS_TOLD} more"] if len(found) > REASONS_TOLD else told)

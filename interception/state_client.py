@@ -171,7 +171,7 @@ class StateClient:
             raise StateError(f"{what}: not a URL", 400) from None
         except (aiohttp.ClientError, OSError) as error:
             raise StateError(f"{what}: {error or type(error).__name__}") from None
-        if response.status in (200, 204):
+        if response.status == (204 if method == "PUT" else 200):  # a page that a stranger gives to a PUT stores nothing
             return answer, response.headers
         kind = StateConflictError if response.status == 412 else StateError
         raise kind(f"{what}: {response.status}, {_told(answer)}", response.status)

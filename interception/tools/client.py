@@ -158,16 +158,20 @@ class _Seen:
         self.sent = False
         """Whether the request with the method that matters may have been."""
         self.status = 0
-        """Of the last answer."""
+        """Of the last answer; once that request was sent, of its own."""
         self.is_mcp = True
         """Whether that is one that an MCP server would give."""
         self._method = method
+        self._call: httpx2.Request | None = None
 
     async def request(self, request: "httpx2.Request") -> None:
         if request.method == "POST" and json.loads(request.content).get("method") == self._method:
-            self.sent = True
+            self.sent, self._call = True, request
+            self.status, self.is_mcp = 0, True
 
     async def response(self, response: "httpx2.Response") -> None:
+        if self._call is not None and response.request is not self._call:
+            return  # the SDK asks for more of a broken stream, or says that it has given up
         self.status = response.status_code
         kind = response.headers.get("content-type", "").lower()
         self.is_mcp = response.status_code != 202 and kind.startswith(("application/json", "text/event-stream"))

@@ -222,12 +222,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _without_end(receive: Receive) -> Receive:
-    """Calls that have begun run to their end, also where their caller has left: none is half done."""
+    """Calls that have begun run to their end, also where their caller has left: none is half done.
+
+    One whose request never came whole has not begun: it is told that its caller has left.
+    """
+    whole = False
 
     async def received() -> Any:
+        nonlocal whole
         message = await receive()
-        if message["type"] == "http.disconnect":
+        if message["type"] == "http.disconnect" and whole:
             await asyncio.Event().wait()
+        whole = message["type"] == "http.request" and not message.get("more_body", False)
         return message
 
     return received

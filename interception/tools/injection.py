@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from interception.state import reasons
+from interception.state import as_json, reasons
 from interception.state_client import StateClient, StateConflictError, StateError
 
 logger = logging.getLogger("interception")
@@ -62,6 +62,8 @@ def with_state(tool: Callable[..., Any]) -> Callable[..., Any]:
     hints = typing.get_type_hints(tool, include_extras=True)
     wanted: dict[str, tuple[str, TypeAdapter[Any]]] = {}
     for name, hint in hints.items():
+        if any(_is_marked(inner) for inner in typing.get_args(hint)):
+            raise TypeError(f"{name} of the tool {tool.__name__}: State and Task go outside: State[Board | None]")
         for mark in getattr(hint, "__metadata__", ()):
             if isinstance(mark, _Injected):
                 wanted[name] = mark.what, TypeAdapter(hint.__origin__)
@@ -103,10 +105,18 @@ def with_state(tool: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_marked(hint: Any) -> bool:
+    marks = getattr(hint, "__metadata__", ())
+    return any(isinstance(mark, _Injected) for mark in marks) or any(map(_is_marked, typing.get_args(hint)))
+
+
 async def _run(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(tool):
         return await tool(**arguments)
-    return await asyncio.to_thread(tool, **arguments)
+    from anyio import to_thread  # the MCP SDK's
+
+    # Not in the event loop's own few threads: slow tools would hold up all that needs those, as each look-up of a host.
+    return await to_thread.run_sync(functools.partial(tool, **arguments), abandon_on_cancel=True)
 
 
 async def _task(rollout: Rollout, adapter: TypeAdapter[Any]) -> Any:
@@ -144,10 +154,8 @@ class _Held:
 
     def _dumped(self) -> Any:
         try:
-            return pydantic_core.from_json(
-                self._adapter.dump_json(self.value, by_alias=True, round_trip=True, warnings="error")
-            )
-        except ValueError as error:
+            return pydantic_core.from_json(as_json(self._adapter, self.value))
+        except (ValueError, RecursionError) as error:
             logger.error("what a tool made of the state cannot be written as JSON: %s", error)
             raise _told("the tool ran, but its change of the state was not stored: it is no JSON") from None
 
@@ -183,8 +191,12 @@ def _changed(read: Any, before: Any, after: Any) -> Any:
     """`read` with what became of `before`: field by field where they are objects."""
     if not isinstance(after, dict) or not isinstance(before, dict) or not isinstance(read, dict | None):
         return after
-    kept = {name: value for name, value in (read or {}).items() if name in after or name not in before}
-    return {**kept, **{name: after[name] for name in _fields(before, after) if name in after}}
+    read = read or {}
+    kept = {name: value for name, value in read.items() if name in after or name not in before}
+    # Fields of fields, too: the tool's type need not have all of those either.
+    mine = {name: after[name] for name in _fields(before, after) if name in after}
+    both = read.keys() & before.keys() & mine.keys()
+    return {**kept, **mine, **{name: _changed(read[name], before[name], mine[name]) for name in both}}
 
 
 def _clash(read: Any, now: Any, before: Any, after: Any) -> str:

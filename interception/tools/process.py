@@ -45,6 +45,9 @@ ARRIVAL_HEADERS = ("Host", "X-Forwarded-Host", PROBE_HEADER)
 
 LINE_LIMIT = 2**20
 
+TOLD = 2000
+"""Characters that the launcher is told of why the tools failed; the process's log has the rest."""
+
 
 class ToolProcess:
     """The process, from here."""
@@ -223,7 +226,9 @@ async def serve(control: int) -> None:
         if not writer.is_closing():
             writer.write(json.dumps(what).encode() + b"\n")
 
-    order = json.loads(await reader.readline())
+    line = await reader.readline()
+    if not line or "stop" in (order := json.loads(line)):
+        return  # its start was cancelled
     sys.path[:] = order["path"]
     entrance = _Entrance(order["prefix"], say)
     host: ToolHost | None = None
@@ -240,7 +245,7 @@ async def serve(control: int) -> None:
             say(id=order["id"], port=await host.start(order["host"], order["port"]))
         except Exception as error:  # whatever the tools' module raises, the launcher is to hear it
             logger.exception("the tool server %s could not be started", order["serve"])
-            say(id=order["id"], failed=f"{type(error).__name__}: {error}")
+            say(id=order["id"], failed=f"{type(error).__name__}: {error}"[:TOLD])
             await writer.drain()
             return
         while line := await reader.readline():

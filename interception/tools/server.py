@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from interception.base import Slot
-from interception.server import raise_if_lost
+from interception.server import LOOPBACK, raise_if_lost
 from interception.session import RolloutSession
 from interception.tools.host import MCP_PATH, SPEC, ToolHost, as_mcp_server
 from interception.tools.process import ToolProcess
@@ -133,7 +133,7 @@ class ToolServer:
         port = await host.start(where, tunnel.bind_port if tunnel is not None else 0)
         self._host = host
         if tunnel is None:
-            return f"http://{'127.0.0.1' if where in ('0.0.0.0', '::') else in_url(where)}:{port}"
+            return f"http://{in_url(LOOPBACK.get(where, where))}:{port}"
         tunnel.on_event = self._tunnel_event
         tunnel.on_gone = self._tunnel_gone
         tunnel.in_use = lambda: self.load > 0

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import date
@@ -20,6 +22,10 @@ from tests.interception.fakes import new_session
 class Board(BaseModel):
     notes: list[str] = []
     due: date | None = None
+
+
+class Score(BaseModel):
+    x: float
 
 
 @asynccontextmanager
@@ -67,6 +73,12 @@ class TestTheSignature:
         with pytest.raises(TypeError, match="asks for the state twice: one, two"):
             with_state(tool)
 
+    def test_one_that_may_be_none_is_refused_and_not_left_to_the_model(self) -> None:
+        def tool(state: State[Board] | None = None) -> None: ...
+
+        with pytest.raises(TypeError, match=r"state of the tool tool: .*State\[Board \| None\]"):
+            with_state(tool)
+
 
 class TestACall:
     async def test_what_a_tool_changes_is_written_back(self) -> None:
@@ -76,8 +88,6 @@ class TestACall:
             assert session.state == Board(notes=["a", "b"])
 
     async def test_a_tool_that_is_not_async_runs_in_a_thread(self) -> None:
-        import threading
-
         def tool(state: State[dict[str, Any]]) -> bool:
             state["seen"] = True
             return threading.current_thread() is threading.main_thread()
@@ -85,6 +95,51 @@ class TestACall:
         async with rollout(session := new_session()):
             assert await with_state(tool)() is False
             assert session.state == {"seen": True}
+
+    async def test_slow_ones_leave_the_event_loop_its_own_threads(self) -> None:
+        go = threading.Event()
+
+        def tool(task: Task[Any]) -> None:
+            go.wait(10.0)
+
+        async with rollout(new_session()):
+            threads = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop has
+            calls = [asyncio.create_task(with_state(tool)()) for _ in range(threads)]
+            try:
+                await asyncio.sleep(0.5)
+                await asyncio.wait_for(asyncio.to_thread(str), 5.0)
+            finally:
+                go.set()
+                await asyncio.gather(*calls)
+
+    async def test_fields_of_a_field_that_its_type_does_not_have_stay(self) -> None:
+        class Player(BaseModel):
+            hp: int
+            tags: dict[str, int] = {}
+
+        class Game(BaseModel):
+            player: Player
+
+        async def tool(state: State[Game]) -> None:
+            state.player.hp -= 1
+            del state.player.tags["old"]
+
+        async with rollout(session := new_session(state={"player": {"hp": 3, "gold": 5, "tags": {"old": 1, "b": 2}}})):
+            await with_state(tool)()
+            assert session.state == {"player": {"hp": 2, "gold": 5, "tags": {"b": 2}}}
+
+    @pytest.mark.parametrize("kind", [dict[str, Any], Score])
+    async def test_a_number_that_is_none_is_not_stored_as_null(self, kind: Any) -> None:
+        async def tool(state: State[kind]) -> None:  # type: ignore[valid-type]
+            if isinstance(state, dict):
+                state["x"] = float("nan")
+            else:
+                state.x = float("nan")
+
+        async with rollout(session := new_session(state={"x": 1.0})):
+            with pytest.raises(ToolError, match="was not stored: it is no JSON"):
+                await with_state(tool)()
+            assert session.state == {"x": 1.0}
 
     async def test_the_task_is_there_to_be_read(self) -> None:
         async def tool(task: Task[Board]) -> str:

@@ -177,6 +177,15 @@ class TestTypes:
         async with rollout(new_session(state=[1], state_type=list[int])) as running:
             assert (await running.put(["x"] * 100)).reason.endswith("and 95 more")
 
+    async def test_thousands_are_only_counted(self) -> None:
+        async with rollout(new_session(state=[1], state_type=list[int])) as running:
+            assert "5000 parts of it are not valid" in (await running.put(["x"] * 5000)).reason
+
+    async def test_a_number_that_json_does_not_have_is_refused_and_not_made_null(self) -> None:
+        async with rollout(new_session(state=1.5, state_type=float)) as running:
+            refused = await running.put("NaN")  # which pydantic reads as one
+            assert (refused.status, running.session.state) == (400, 1.5)
+
     async def test_any_type_pydantic_knows_will_do(self) -> None:
         async with rollout(new_session(state={1, 2}, state_type=set[int])) as running:
             assert sorted((await running.ask("GET")).value) == [1, 2]

@@ -120,6 +120,10 @@ class TestAgainOrNot:
             with pytest.raises(StateError):
                 await state.get()
             assert edge.requests == 1
+            edge.faults = [status(code)]
+            with pytest.raises(StateError):
+                await state.put({"n": 1})
+            assert edge.requests == 2
 
     async def test_the_reason_of_a_refusal_is_told(self) -> None:
         async with shared(new_session(state=[1], state_type=list[int])) as (_, slot, _), client(slot) as state:

@@ -51,6 +51,7 @@ class TestItsProcess:
             (f"{SPEC}:no_such_tools", "AttributeError"),
             (f"{SPEC}:nothing", "TypeError: tools must be a list of functions"),
             (f"{SPEC}:failing", "LookupError: the tools' own database is down"),
+            (f"{SPEC}:failing_at_length", "LookupError: xxx"),
         ],
     )
     async def test_one_that_cannot_start_says_why_and_leaves_nothing(self, spec: str, why: str) -> None:

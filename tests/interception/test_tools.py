@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -307,6 +308,20 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
+class TestACallThatNeverCameWhole:
+    async def test_is_forgotten_as_its_caller_leaves(self) -> None:
+        async with rollout(ToolServer(tool_module.tools)) as running:
+            url = urlsplit(running.tools.url)
+            tasks = len(asyncio.all_tasks())
+            for _ in range(3):
+                _, writer = await asyncio.open_connection(url.hostname, url.port)
+                head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {running.tools.secret}\r\n"
+                writer.write(f'{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"json'.encode())
+                await until(lambda: len(asyncio.all_tasks()) > tasks)
+                writer.close()
+                await until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+
 class TestSlowCalls:
     @both
     @pytest.mark.parametrize("mode", ["auto", "legacy"])
@@ -372,6 +387,12 @@ class TestWhatItIsGiven:
             for tools in (tool_module.tools, f"{SPEC}:tools"):
                 with pytest.raises(TunnelError, match="cannot listen"):
                     await ToolServer(tools, tunnel=tunnel).start()
+
+    async def test_on_all_addresses_it_is_found_on_the_loopback_of_their_kind(self) -> None:
+        for host, where in (("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:")):
+            async with rollout(ToolServer(tool_module.tools, bind_host=host)) as running:
+                assert running.tools.url.startswith(where)
+                assert text(await running.client(patience=1.0).call("note", {"text": "a"})) == "note 1: a"
 
     async def test_it_has_no_url_before_it_is_started_and_starts_again_after_a_stop(self) -> None:
         server = ToolServer(tool_module.tools)

@@ -96,3 +96,7 @@ nothing: list[Any] = []
 
 def failing() -> None:
     raise LookupError("the tools' own database is down")
+
+
+def failing_at_length() -> None:
+    raise LookupError("x" * 2_000_000)
