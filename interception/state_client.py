@@ -1,18 +1,17 @@
 """The other end of the state channel: for tools that share a rollout's state, on whatever host they run."""
 
 import contextlib
-import ipaddress
 import json
 import uuid
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 
 from interception.base import STATE_ROUTE_HEADER
+from interception.upstream import proxy_for
 
 REQUEST_TIMEOUT = 30.0
 """Seconds for one attempt."""
@@ -154,7 +153,7 @@ class StateClient:
     ) -> tuple[bytes, Mapping[str, str]]:
         what = f"{method} {self.base_url}{path}"
         if self._http is None:
-            self._http = aiohttp.ClientSession(trust_env=not _on_this_host(self.base_url))
+            self._http = aiohttp.ClientSession(proxy=proxy_for(self.base_url))
         try:
             async with self._http.request(
                 method,
@@ -175,15 +174,6 @@ class StateClient:
             return answer, response.headers
         kind = StateConflictError if response.status == 412 else StateError
         raise kind(f"{what}: {response.status}, {_told(answer)}", response.status)
-
-
-def _on_this_host(url: str) -> bool:
-    # Of a proxy nobody wants to be asked for what runs on the very same host.
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _parsed(body: bytes) -> Any:
