@@ -58,7 +58,7 @@ class Routes:
         self._policy = server.config.serving
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._policy.body_cap, middlewares=[self._arrival])
+        app = web.Application(client_max_size=self._policy.body_cap)
         tunnel = self._server.tunnel
         if tunnel is not None and tunnel.path_prefix:
             # The URL handed out has a marker in its path, by which requests through it are known.
@@ -69,30 +69,39 @@ class Routes:
         return app
 
     def _add_to(self, app: web.Application) -> None:
-        app.router.add_get(HEALTH_PATH, self._health)
-        app.router.add_route("HEAD", "/", self._root)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/responses", self._websocket)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.path, self._guarded(dialect, self._call))
-            if dialect.count_path is not None:
-                app.router.add_post(dialect.count_path, self._guarded(dialect, self._count))
-        app.router.add_get("/state", self._guarded(CHAT, self._read_state, self._state_session))
-        app.router.add_put("/state", self._guarded(CHAT, self._write_state, self._state_session))
-        app.router.add_get("/task", self._guarded(CHAT, self._read_task, self._state_session))
-        for path in ("/state", "/task"):
-            app.router.add_route("*", path, self._guarded(CHAT, self._no_such_method, self._state_session))
-        app.router.add_route("*", r"/{path:[\s\S]*}", self._unknown)  # also with a line break in it
+        def add(methods: str, path: str, handler: Handler) -> None:
+            for method in methods.split():
+                app.router.add_route(method, path, self._arriving(handler))
 
-    @web.middleware
-    async def _arrival(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._server.tunnel is not None:
-            self._server.tunnel.note_arrival(request.headers, request.path)
-        self._server.in_flight += 1
-        try:
-            return await handler(request)
-        finally:
-            self._server.in_flight -= 1
+        add("GET HEAD", HEALTH_PATH, self._health)
+        add("HEAD", "/", self._root)
+        add("GET HEAD", "/v1/models", self._models)
+        add("GET HEAD", "/v1/responses", self._websocket)
+        for dialect in DIALECTS:
+            add("POST", dialect.path, self._guarded(dialect, self._call))
+            if dialect.count_path is not None:
+                add("POST", dialect.count_path, self._guarded(dialect, self._count))
+        add("GET HEAD", "/state", self._guarded(CHAT, self._read_state, self._state_session))
+        add("PUT", "/state", self._guarded(CHAT, self._write_state, self._state_session))
+        add("GET HEAD", "/task", self._guarded(CHAT, self._read_task, self._state_session))
+        for path in ("/state", "/task"):
+            add("*", path, self._guarded(CHAT, self._no_such_method, self._state_session))
+        add("*", r"/{path:[\s\S]*}", self._unknown)  # also with a line break in it
+
+    def _arriving(self, handler: Handler) -> Handler:
+        """Not a middleware: for an app that has some aiohttp keeps the last 1,024 handlers, and all that they hold, in
+        a cache of the whole process."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._server.tunnel is not None:
+                self._server.tunnel.note_arrival(request.headers, request.path)
+            self._server.in_flight += 1
+            try:
+                return await handler(request)
+            finally:
+                self._server.in_flight -= 1
+
+        return handle
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok", headers={IDENTITY_HEADER: self._server.identity})

@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from interception.base import Interception, Slot
 from interception.config import InterceptionServerConfig
 from interception.routes import Routes
-from interception.session import RolloutSession
+from interception.session import RolloutSession, check_usable
 from interception.trace import Trace
 from interception.upstream import UpstreamClients
 from tunnel import StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
@@ -183,17 +183,9 @@ class InterceptionServer(Interception):
 
         `TunnelError` when not healthy, `ValueError` for a session that was used before.
         """
-        if not isinstance(session, RolloutSession):
-            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
+        check_usable(session)
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
-        if session.registered:
-            raise ValueError(f"session {session.id} has been used already: make a new one for each rollout")
-        if session.streaming == "live" and session.on_response:
-            raise ValueError(
-                "on_response hooks see an answer before the harness does, so its streams cannot be live: "
-                "leave streaming at 'auto'"
-            )
         route = _digest("route", session.id)
         if self._services and route in self._by_secret:
             raise ValueError(

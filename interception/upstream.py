@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -35,8 +36,7 @@ class UpstreamClients:
                     total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                # A proxy for the world must not be asked for a model on this host.
-                trust_env=not on_this_host(upstream.base_url),
+                proxy=proxy_for(upstream.base_url),
                 auto_decompress=True,
             )
         return client
@@ -62,6 +62,16 @@ async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
     view = memoryview(body)
     for start in range(0, len(view), PIECE):
         yield view[start : start + PIECE]
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment names. Not by aiohttp's `trust_env`: that reads `~/.netrc`, too, and refuses every
+    request whose key is ours then."""
+    parts = urlsplit(url)
+    # A proxy for the world must not be asked for a model on this host.
+    if on_this_host(url) or proxy_bypass(parts.hostname or ""):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 def on_this_host(url: str) -> bool:

@@ -752,6 +752,30 @@ class TestCancelledAcquire:
 
 
 class TestStaticPool:
+    async def test_one_lost_while_others_start_is_the_reason_told(self) -> None:
+        lost, slow = FakeMember(), FakeMember(held=True)
+        members = FakeMembers(lost, slow)
+        pool = static(members, 2)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: lost.running and slow.starts)
+        lost.set_gone()
+        slow.may_start.set()
+        with pytest.raises(TunnelError, match="lost while the pool started"):
+            await starting
+        assert members.running == 0
+        await until(lambda: not other_tasks())
+
+    async def test_stop_does_not_wait_for_a_start_that_hangs(self) -> None:
+        members = FakeMembers(FakeMember(), FakeMember(held=True))
+        pool = static(members, 2)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: members.made and members.made[1].starts)
+        await pool.stop()
+        with pytest.raises(TunnelError, match="stopped while it started"):
+            await starting
+        assert members.running == 0
+        await until(lambda: not other_tasks())
+
     async def test_all_servers_are_started_side_by_side(self) -> None:
         members = FakeMembers(*(FakeMember(held=True) for _ in range(3)))
         pool = static(members)

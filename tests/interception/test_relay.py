@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +17,7 @@ from yarl import URL
 
 from interception import InterceptionServer, InterceptionServerConfig, ServingPolicy, Upstream
 from interception.sse import Json
+from interception.upstream import proxy_for
 from tests.helpers import until
 from tests.interception.fakes import ScriptedModel, answering, hang, hangs_are_failures, new_session
 from tests.interception.scripted import PATIENT, WIRE, WIRES, Rollout, Wire, answers, rollout, streams
@@ -139,6 +142,20 @@ class TestRequestHeaders:
                 real = "x-api-key" if wire is MESSAGES else "Authorization"
                 assert seen.getall(real) == [KEY if wire is MESSAGES else f"Bearer {KEY}"]
 
+    async def test_a_netrc_of_the_user_is_no_concern_of_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "netrc").write_text("default login someone password secret\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setattr("interception.upstream.on_this_host", lambda url: False)
+        async with ScriptedModel(answering()) as model, InterceptionServer() as server, aiohttp.ClientSession() as http:
+            session = new_session(Upstream(base_url=model.base_url, api_key=SecretStr(KEY)))
+            async with server.acquire(session) as slot:
+                headers = {"x-api-key": slot.model_secret}
+                async with http.post(slot.base_url + CHAT.path, json=CHAT.request(), headers=headers) as response:
+                    assert response.status == 200
+            assert model.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+
 
 RELAYED = {
     "x-request-id": "r1",
@@ -148,6 +165,27 @@ RELAYED = {
     "anthropic-ratelimit-tokens-reset": "2026-01-01T00:00:00Z",
     "X-Unknown": "kept",
 }
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "proxy"),
+    [
+        ("https://api.example/v1", {"https_proxy": "http://proxy:3128"}, "http://proxy:3128"),
+        ("http://gpu.example:8000/v1", {"https_proxy": "http://proxy:3128"}, None),
+        ("https://api.example/v1", {"https_proxy": "http://proxy:3128", "no_proxy": ".example"}, None),
+        ("http://127.0.0.1:8000/v1", {"http_proxy": "http://proxy:3128"}, None),
+        ("http://localhost:8000/v1", {"http_proxy": "http://proxy:3128"}, None),
+        ("https://api.example/v1", {}, None),
+    ],
+)
+def test_the_environments_proxy_is_asked_for_models_elsewhere(
+    url: str, environment: dict[str, str], proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_for(url) == proxy
 
 
 class TestAnswerHeaders:
