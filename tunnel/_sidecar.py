@@ -3,7 +3,7 @@
     python -IS _sidecar.py OWNER
 
 Not imported: `tunnel.sidecar` runs it in a session of its own, so that what is sent to the owner's process group does
-not reach it. Its stdin is the read end of a pipe: a line for each account whose records it must see to, and `bye` when
+not reach it. Its stdin is a socket of the owner's: a line for each account whose records it must see to, and `bye` when
 there is nothing left to wait for. It waits with nothing but a bare interpreter; all else is imported at the end.
 """
 
@@ -13,7 +13,7 @@ import signal
 import sys
 
 TOLD = 0
-OWNER_POLL = 1.0  # where there are no pidfds; a child forked from the owner may keep the pipe open
+OWNER_POLL = 1.0  # where there are no pidfds; a child forked from the owner may keep the socket open
 
 
 def wait(owner: int) -> list[bytes]:
@@ -30,8 +30,8 @@ def wait(owner: int) -> list[bytes]:
     except (AttributeError, OSError):
         pass
     told, is_open = b"", True
-    # The parent is the owner until that dies. The end of the pipe alone tells nothing: the owner may have closed all
-    # its descriptors, as daemons do.
+    # The parent is the owner until that dies. That nothing more can be told proves nothing: the owner may have closed
+    # all its descriptors, as daemons do.
     while os.getppid() == owner:
         poller.poll(timeout)
         if is_open:

@@ -1,6 +1,7 @@
 """Whose tunnels they are, and where this user keeps what outlives a process."""
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,8 @@ class Account:
         """As the SDK finds it: `PRIME_API_KEY`, `PRIME_API_BASE_URL`, the profile. Raises `TunnelError`."""
         try:
             config = prime_tunnel.Config()
-        except ValueError as error:  # PRIME_CONTEXT names a profile that is not there
+        # PRIME_CONTEXT names a profile that is not there, it may not be read, or there is no home to look in.
+        except (ValueError, OSError, RuntimeError) as error:
             raise TunnelError(f"the Prime profile cannot be read: {error}") from error
         return cls(config.base_url, config.api_key)
 
@@ -31,11 +33,17 @@ class Account:
         import platformdirs  # not needed by those who only import us
 
         named = hashlib.sha256(f"{self.base_url}\n{self.api_key}".encode()).hexdigest()[:16]
-        return Path(platformdirs.user_state_path("interception-toolkit")) / f"prime-{named}"
+        # Absolute, for the sidecar has another working directory.
+        return Path(platformdirs.user_state_path("interception-toolkit")).absolute() / f"prime-{named}"
 
 
 def make_private(directory: Path) -> None:
-    """Make a state directory that only its owner can look into, and one above it. Raises `OSError`."""
+    """Make a state directory that only its owner can look into, and one above it. Raises `OSError`, also where one is
+    there that others may write to: what lies in it is acted on.
+    """
     directory.parent.parent.mkdir(parents=True, exist_ok=True)
     for part in (directory.parent, directory):
         part.mkdir(mode=0o700, exist_ok=True)
+        there = part.stat()
+        if there.st_uid != os.geteuid() or there.st_mode & 0o022:
+            raise PermissionError(f"{part} is another user's, or others may write to it")

@@ -26,8 +26,12 @@ logger = logging.getLogger("tunnel")
 MOMENT = 1.0
 """Seconds: a longer wait is said."""
 
-LOCK_TIMEOUT = 5.0
-"""Seconds: the file lock is held for milliseconds, unless its holder is stopped."""
+LOCK_TIMEOUT = 1.0
+"""Seconds for the file lock, which is held for milliseconds unless its holder is stopped; it is then tried again."""
+
+MARGIN = 3.0
+"""Seconds beyond a minute within which the limit is kept, for a request is counted when it may go, and the service
+counts it when it comes."""
 
 SPREAD = 0.03
 """Seconds by which processes that wait for the same moment are spread."""
@@ -38,11 +42,13 @@ TABLE = "requests"
 class Pacer:
     """At most `limit` in any `interval` seconds, by all who share `path`, whatever limit they have set themselves.
 
-    Those of one event loop are served in order. If the file cannot be used that is said once, and this process then
-    counts for itself. `what` names the requests in the log, `setting` the setting.
+    Those of one event loop are served in order. While the file is locked by another process they wait; if it cannot be
+    used that is said once, and this process counts for itself until it can. The wall clock is gone by: if it is put
+    back or forward by an interval, so many may pass once more. `what` names the requests in the log, `setting` the
+    setting.
     """
 
-    def __init__(self, path: Path, limit: int, *, interval: float = 60.0, what: str, setting: str) -> None:
+    def __init__(self, path: Path, limit: int, *, interval: float = 60.0 + MARGIN, what: str, setting: str) -> None:
         self._path = path
         self._limit = limit
         self._interval = interval
@@ -50,6 +56,9 @@ class Pacer:
         self._setting = setting
         self._memory: AbstractBucket | None = None
         self._memory_lock = threading.Lock()
+        self._file_again_at = -float("inf")
+        self._said_locked = False
+        self._said_unusable = False
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._said = -float("inf")
 
@@ -75,13 +84,21 @@ class Pacer:
 
     def _take(self) -> float:
         """Take a permit and return 0, or the seconds until the next try. Blocks."""
-        if self._memory is None:
+        from filelock import Timeout
+        from pyrate_limiter import InMemoryBucket
+
+        if time.monotonic() >= self._file_again_at:
             try:
                 return self._take_shared()
+            except Timeout:
+                self._say_locked()
+                return SPREAD
             except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, it stops no tunnel
-                self._use_memory(error)
+                self._file_again_at = time.monotonic() + self._interval
+                self._say_unusable(error)
         with self._memory_lock:
-            assert self._memory is not None
+            if self._memory is None:
+                self._memory = InMemoryBucket([self._rate])
             return self._decide(self._memory)
 
     def _take_shared(self) -> float:
@@ -112,20 +129,27 @@ class Pacer:
             return 0.0
         return max(decision.retry_after_ms or 0, 1) / 1000
 
-    def _use_memory(self, error: Exception) -> None:
-        from pyrate_limiter import InMemoryBucket
+    def _say_locked(self) -> None:
+        if not self._said_locked:
+            self._said_locked = True
+            logger.warning(
+                "%s wait for %s, which another process has locked: is one of this user's stopped (Ctrl-Z)?",
+                self._what,
+                self._path,
+            )
 
-        with self._memory_lock:
-            if self._memory is not None:
-                return
-            self._memory = InMemoryBucket([self._rate])
-        logger.warning(
-            "%s cannot be used (%s: %s): %s are paced for this process alone. If it is damaged, delete it",
-            self._path,
-            type(error).__name__,
-            error,
-            self._what,
-        )
+    def _say_unusable(self, error: Exception) -> None:
+        if not self._said_unusable:
+            self._said_unusable = True
+            damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+            logger.warning(
+                "%s cannot be used (%s: %s): %s are paced for this process alone%s",
+                self._path,
+                type(error).__name__,
+                error,
+                self._what,
+                ". It is damaged: delete it" if damaged else "",
+            )
 
     @property
     def _rate(self) -> "Rate":

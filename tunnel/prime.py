@@ -10,14 +10,16 @@ import secrets
 import subprocess
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import prime_tunnel
 from prime_tunnel.binary import get_frpc_path
 from pydantic import ValidationError
 
-from tunnel import pace
+from tunnel import pace, reaper
 from tunnel.account import Account
 from tunnel.base import Tunnel
 from tunnel.config import PrimeTunnelConfig
@@ -37,6 +39,9 @@ logger = logging.getLogger("tunnel")
 REGISTER_TRIES = 3
 KILL_TIMEOUT = 2.0
 """Seconds for a killed frpc to end, as the SDK's own."""
+
+OUTAGE = 60.0
+"""Seconds for which no other failed create says that it may have left something."""
 
 REAPING_TIMEOUT = 10.0
 """Seconds for which a create that met the quota waits for what dead runs left behind to be deleted."""
@@ -72,8 +77,7 @@ class PrimeTunnel(Tunnel):
         install_log_handler()
         self._client: _Client | None = None
         self._starting: _Client | None = None
-        self._reaper: Reaper | None = None
-        self._reaping: asyncio.Task[None] | None = None
+        self._reaping: Reaper | None = None
 
     @property
     def queued(self) -> bool:
@@ -89,8 +93,7 @@ class PrimeTunnel(Tunnel):
         except (prime_tunnel.TunnelError, OSError) as error:
             raise TunnelError(f"frpc cannot be installed: {error}") from error
         account = Account.current()
-        self._reaper = Reaper(account, account.directory, self.config.deletes_per_minute)
-        self._reaping = asyncio.create_task(self._reaper.run(), name="end what dead runs left behind")
+        self._reaping = reaper.begin(account, self.config.deletes_per_minute)
         try:
             try:
                 self._client = await self._register_persistently(port, account)
@@ -99,7 +102,8 @@ class PrimeTunnel(Tunnel):
                     raise
                 self._client = await self._register_persistently(port, account)
         except BaseException:
-            await run_to_end(cancel_and_wait(self._reaping))
+            self._starting = None  # with it go the pipes of an frpc that did not connect
+            await run_to_end(self._leave_reaping())
             raise
         return self._client
 
@@ -119,10 +123,15 @@ class PrimeTunnel(Tunnel):
 
     async def _quota_was_freed(self) -> bool:
         """Whether there were registrations of dead runs, which may have filled the quota and are deleted by now."""
-        assert self._reaper is not None
-        assert self._reaping is not None
-        await asyncio.wait([self._reaping], timeout=REAPING_TIMEOUT)
-        return self._reaper.found > 0
+        if self._reaping is None:
+            return False
+        await self._reaping.wait(REAPING_TIMEOUT)
+        return self._reaping.found > 0
+
+    async def _leave_reaping(self) -> None:
+        reaping, self._reaping = self._reaping, None
+        if reaping is not None:
+            await reaping.leave()
 
     async def _register(self, port: int, account: Account) -> "_Client":
         # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection.
@@ -145,25 +154,21 @@ class PrimeTunnel(Tunnel):
             raise
         try:
             starting.result()
-        except prime_tunnel.TunnelAuthError as error:
-            await run_to_end(client.finish(clean=True))
-            raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
         except Exception as error:
             # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
             await run_to_end(client.discard())
             if isinstance(invalid := error.__cause__, ValidationError):
                 # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
                 raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
-            limit = isinstance(error, prime_tunnel.TunnelLimitReachedError) or "maximum number of" in str(error).lower()
-            if limit:
+            limits = (prime_tunnel.TunnelAuthError, prime_tunnel.TunnelLimitReachedError)
+            if isinstance(error, limits) or "maximum number of" in str(error).lower():
                 raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
             raise TunnelError(f"no Prime tunnel: {error}") from error
         return client
 
     async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if self._reaping is not None:
-            await cancel_and_wait(self._reaping)  # what it has not done stays on record
+        client, self._client, self._starting = self._client, None, None
+        await self._leave_reaping()
         if client is not None:
             await client.stop()
 
@@ -175,6 +180,20 @@ class PrimeTunnel(Tunnel):
         except prime_tunnel.TunnelGoneError as error:
             raise TunnelGoneError(str(error)) from error
         raise TunnelError("the SDK's keep_serving returned, which it should not")
+
+
+class _Closing:
+    """A pipe that is closed once it was read to its end: the SDK leaves that to the garbage collector."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def __iter__(self) -> Iterator[str]:
+        with self._pipe:
+            yield from self._pipe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
 
 
 class _Client:
@@ -213,6 +232,7 @@ class _Client:
             self.sdk._client = self._api
         else:
             await self._api.may_create()
+            self._api.may_have_made += 1
         await self.sdk.start()
 
     @property
@@ -315,7 +335,7 @@ class _Client:
         """
         deletion = Deletion(self._api, self._label, self._team_id, known)
         deletion.reason = f"no answer within {self._stop_timeout:g} s"
-        clean = self._record.entry.asked_at == 0  # then there is nothing
+        clean = not self._api.may_have_made
         try:
             async with asyncio.timeout_at(deadline or self._deadline()), self._api:
                 clean = clean or await deletion.run()
@@ -323,24 +343,28 @@ class _Client:
             pass
         except Exception as error:  # noqa: BLE001 - teardown goes on whatever happens
             deletion.reason = f"{type(error).__name__}: {error}"
-        if not clean:
-            logger.error(
-                "the registrations labelled %s may be left behind (%s), for the next tunnel that starts to delete: %s",
-                self._label,
-                ", ".join(deletion.left) or "unknown",
-                deletion.reason,
-            )
-        await self.finish(clean)
-
-    async def finish(self, clean: bool) -> None:
-        """The end, after which only what is left is on record."""
         if clean:
             self._record.remove()
         else:
+            self._say_what_is_left(deletion)
             self._record.let_go()
         vars(self.sdk).pop("_start_output_reader", None)
         _live.discard(self)
         await sidecar.release()
+
+    def _say_what_is_left(self, deletion: Deletion) -> None:
+        now = time.monotonic()
+        if not deletion.left:
+            # Most likely nothing is: once for all the creates that fail while the API is away.
+            if now < _unsure_until.get(self._api.base_url, 0.0):
+                return
+            _unsure_until[self._api.base_url] = now + OUTAGE
+        logger.error(
+            "the registrations labelled %s may be left behind (%s), for the next tunnel that starts to delete: %s",
+            self._label,
+            ", ".join(deletion.left) or "unknown",
+            deletion.reason,
+        )
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._stop_timeout
@@ -357,11 +381,12 @@ class _Client:
         if read_output is None:
             return  # a reaper finds it by its command line
 
-        def started(process: "subprocess.Popen[str]") -> None:
+        def started(process: Any) -> None:
             file: Path | None = getattr(sdk, "_config_file", None)
             record.write(
                 tunnel_id=sdk.tunnel_id, client=Running.of(process.pid), config_file=None if file is None else str(file)
             )
+            process.stdout, process.stderr = _Closing(process.stdout), _Closing(process.stderr)
             read_output(process)
 
         sdk._start_output_reader = started
@@ -373,6 +398,9 @@ class _Client:
             with contextlib.suppress(OSError):
                 config_file.unlink()
 
+
+_unsure_until: dict[str, float] = {}
+"""When it is said again, by the API, that something may have been left there."""
 
 _live: "weakref.WeakSet[_Client]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_live.clear)  # they are the parent's

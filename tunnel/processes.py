@@ -1,7 +1,8 @@
 """Processes told apart for certain: a pid alone may belong to another program by now.
 
 What a process started with is its mark: on Linux the clock tick since boot, elsewhere what psutil knows, if it is
-installed. An empty mark means that nothing here tells.
+installed. An empty mark means that nothing here tells. That nothing could be read proves no end: there may be no
+descriptor left to read with, or no `/proc` of this pid namespace.
 """
 
 import contextlib
@@ -18,29 +19,45 @@ PROC = Path("/proc")
 
 def mark_of(pid: int) -> str | None:
     """The mark of a running process; None: there is none of that pid (a zombie has ended)."""
-    if (PROC / "self" / "stat").exists():
-        try:
-            # After the name, which may hold spaces and brackets: the state, and 19 fields later the start.
-            fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else fields[19]
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
+        # Looked at before it is asked for: one that ends in between has ended.
+        has_ended, mark = _look_at(pid)
+    except Exception:  # noqa: BLE001 - whatever psutil raises
+        has_ended, mark = False, ""
+    if not mark:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except (OSError, OverflowError):  # another user's, or no pid at all
+            pass
+    return None if has_ended else mark
+
+
+def _look_at(pid: int) -> tuple[bool, str]:
+    """Whether it is a zombie, and its mark. Raises what it likes if it cannot be seen."""
+    if _has_proc():
+        # After the name, which may hold spaces and brackets: the state, and 19 fields later the start.
+        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0] in "ZX", fields[19]
     psutil = _psutil()
     if psutil is None:
-        return ""
+        return False, ""
+    process = psutil.Process(pid)
+    return process.status() == psutil.STATUS_ZOMBIE, repr(process.create_time())
+
+
+def _has_proc() -> bool:
+    """Whether there is a `/proc`. Raises `OSError` if there is, but it cannot be read or tells of other pids than ours,
+    as in a pid namespace that has none of its own.
+    """
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else repr(process.create_time())
-    except psutil.NoSuchProcess:
-        return None
-    except psutil.Error:
-        return ""
+        us = os.readlink(PROC / "self")
+    except FileNotFoundError:
+        return False
+    if us != str(os.getpid()):
+        raise OSError(f"{PROC} is another pid namespace's")
+    return True
 
 
 def may_run(pid: int, mark: str) -> bool:
@@ -89,7 +106,7 @@ def with_last_arguments(*wanted: str) -> list[tuple[int, str]]:
 
 
 def _command_lines() -> Iterator[tuple[int, list[str]]]:
-    if (PROC / "self" / "stat").exists():
+    if _has_proc():
         for directory in PROC.glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 yield int(directory.name), os.fsdecode((directory / "cmdline").read_bytes()).rstrip("\0").split("\0")

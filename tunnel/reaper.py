@@ -17,6 +17,7 @@ from tunnel import pace, processes
 from tunnel.account import Account
 from tunnel.record import Record, read_all
 from tunnel.registrations import Deletion, PacedApi
+from tunnel.teardown import cancel_and_wait
 
 logger = logging.getLogger("tunnel")
 
@@ -24,10 +25,13 @@ SETTLE = 35.0
 """Seconds after which a create has been carried out or never will be: the SDK waits 30 s for its answer."""
 
 LOOK_AGAIN = 2.0
-"""Seconds between looks for a registration whose create was under way."""
+"""Seconds between the first looks for a registration whose create was under way; doubled from look to look."""
 
 AT_ONCE = 8
-"""Records whose registrations are deleted side by side."""
+"""Records whose registrations are deleted side by side. If none of the first ones succeeds the API is away."""
+
+AFTER_FAILURE = 60.0
+"""Seconds from a round that failed to the next one of this process."""
 
 
 class Reaper:
@@ -41,6 +45,10 @@ class Reaper:
         self.left = 0
         """Records that another round must see to."""
         self._killed = 0
+        self._settled = 0
+        self._users = 0
+        self._task: asyncio.Task[None] | None = None
+        self._failures: list[tuple[Record, Deletion]] = []
         self._account = account
         self._directory = directory
         self._deletes = pace.deletes(directory, deletes_per_minute)
@@ -58,8 +66,43 @@ class Reaper:
         except Exception as error:  # noqa: BLE001 - a tunnel must start whatever others left behind
             self.left += 1
             logger.warning("what dead runs left behind cannot be ended: %s: %s", type(error).__name__, error)
+        if self._failures:
+            record, deletion = self._failures[0]
+            logger.warning(
+                "what %d dead runs left behind cannot be deleted yet, such as the registrations labelled %s (%s): %s",
+                self.left,
+                record.entry.label,
+                ", ".join(deletion.left) or "unknown",
+                deletion.reason,
+            )
+        if self.left:
+            _not_before[self._directory] = time.monotonic() + AFTER_FAILURE
         if self._killed or self.deleted:
             logger.info("ended what dead runs left behind: %d clients, %d registrations", self._killed, self.deleted)
+
+    def join(self) -> None:
+        """Begin with it, unless it has begun; and see that nobody ends it before `leave` is called."""
+        self._users += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self.run(), name="end what dead runs left behind")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def wait(self, timeout: float) -> None:
+        assert self._task is not None
+        await asyncio.wait([self._task], timeout=timeout)
+
+    async def leave(self) -> None:
+        """What it has not done when the last one leaves stays on record. Call it inside `run_to_end`."""
+        self._users -= 1
+        if self._users:
+            return
+        for key in [key for key, round_ in _rounds.items() if round_ is self]:
+            del _rounds[key]
+        assert self._task is not None
+        await cancel_and_wait(self._task)
 
     def _find(self) -> list[Record]:
         # Those that expose the next comer to a stranger under their URL first, and at once.
@@ -79,26 +122,28 @@ class Reaper:
             logger.warning("%s cannot be seen to: %s: %s", record.path, type(error).__name__, error)
 
     async def _reap(self, record: Record, api: "prime_tunnel.TunnelClient") -> bool:
-        entry = record.entry
+        entry, wait = record.entry, LOOK_AGAIN
+        # No longer than that by our own clock, wherever the one on the wall was when the create was sent.
+        unsettled = 0.0 if entry.tunnel_id is not None else min(entry.asked_at + SETTLE - time.time(), SETTLE)
+        settled_at = time.monotonic() + unsettled
         while True:
-            settled = entry.tunnel_id is not None or time.time() >= entry.asked_at + SETTLE
+            settled = time.monotonic() >= settled_at
             deletion = Deletion(api, entry.label, entry.team_id, entry.tunnel_id)
             async with self._permits:
+                if len(self._failures) >= AT_ONCE and not self._settled:
+                    return False
                 gone = await deletion.run()
             self.deleted += deletion.deleted
             await asyncio.to_thread(self._end_clients, record, deletion.found)
             if not gone:
-                logger.warning(
-                    "the registrations labelled %s, which a dead run left behind (%s), cannot be deleted yet: %s",
-                    entry.label,
-                    ", ".join(deletion.left) or "unknown",
-                    deletion.reason,
-                )
+                self._failures.append((record, deletion))
                 return False
+            self._settled += 1
             if settled:
                 record.remove()
                 return True
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(min(wait, max(settled_at - time.monotonic(), 0)))
+            wait *= 2
 
     def _end_clients(self, record: Record, tunnel_ids: Iterable[str] = ()) -> None:
         """Kill the clients on record or of these tunnels, and remove their config files. Blocks."""
@@ -115,6 +160,24 @@ class Reaper:
                     self._killed += processes.kill(pid, mark)
         for file in files:
             Path(file).unlink(missing_ok=True)
+
+
+_rounds: dict[tuple[asyncio.AbstractEventLoop, Path], Reaper] = {}
+_not_before: dict[Path, float] = {}
+
+
+def begin(account: Account, deletes_per_minute: int | None) -> Reaper | None:
+    """The round that is under way on this event loop, or a new one; None for some time after one that failed, as they
+    all do while the API is away. It ends with the last one who was given it and calls `leave`.
+    """
+    key = asyncio.get_running_loop(), account.directory
+    round_ = _rounds.get(key)
+    if round_ is None or round_.has_ended:
+        if time.monotonic() < _not_before.get(account.directory, 0.0):
+            return None
+        round_ = _rounds[key] = Reaper(account, account.directory, deletes_per_minute)
+    round_.join()
+    return round_
 
 
 @contextlib.contextmanager

@@ -4,10 +4,13 @@ One JSON file a tunnel, named by the label its registrations carry; no secrets. 
 nothing; what it could not be rid of is let go, and then anybody's.
 """
 
-import functools
+import contextlib
 import logging
 import os
 import socket
+import sys
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +21,50 @@ from tunnel.account import make_private
 
 logger = logging.getLogger("tunnel")
 
+HOST_PIDS = "pid:[4026531836]"
+"""The first pid namespace, which no container has (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
+
 
 class Place(BaseModel):
-    """Where a pid means something: a home directory may be shared by hosts and by containers."""
+    """Where a pid means something: a home directory may be shared by hosts and by containers. An empty part is one that
+    could not be learned, and proves nothing.
+    """
 
     host: str
+    machine: str = ""
     boot: str
     pids: str
-    """The pid namespace."""
+    """The namespaces of pids and of the clock that marks are read off."""
 
     @classmethod
     def here(cls) -> "Place":
-        return _here(os.getpid())
+        host = socket.gethostname()
+        if sys.platform != "linux":  # neither boots nor namespaces are told apart there
+            address = uuid.getnode()
+            made_up = address >> 40 & 1  # random, as there is none to be found
+            return cls(host=host, machine="" if made_up else f"{address:012x}", boot=sys.platform, pids=sys.platform)
+        try:
+            pids = os.readlink("/proc/self/ns/pid")
+            with contextlib.suppress(FileNotFoundError):  # Linux has it from 5.6 on
+                pids += f" {os.readlink('/proc/self/ns/time')}"
+        except OSError:
+            pids = ""
+        return cls(
+            host=host, machine=_read("/etc/machine-id"), boot=_read("/proc/sys/kernel/random/boot_id"), pids=pids
+        )
+
+    def has_pids_of(self, other: "Place") -> bool:
+        """Whether a pid is the same process here and there."""
+        known = self.boot and self.pids and (self.machine or sys.platform == "linux")
+        return bool(known) and self == other
+
+    def is_before_boot_of(self, other: "Place") -> bool:
+        """Whether the host of `other` has booted since. Never told of a container: its machine's id may have come with
+        its image, and so be another's as well.
+        """
+        same = (self.host, self.machine, self.pids) == (other.host, other.machine, other.pids)
+        known = self.boot and self.machine and self.pids.startswith(HOST_PIDS)
+        return bool(same and known and other.boot) and self.boot != other.boot
 
 
 class Running(BaseModel):
@@ -73,7 +108,8 @@ class Record:
         written = self.path.with_suffix(".new")
         try:
             make_private(self.path.parent)
-            with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            with os.fdopen(os.open(written, flags, 0o600), "w") as file:
                 file.write(self.entry.model_dump_json())
             written.replace(self.path)
         except OSError as error:
@@ -95,18 +131,23 @@ class Record:
     def is_dead(self) -> bool:
         """Whether it is certain that nobody sees to it any more."""
         entry, here = self.entry, Place.here()
-        if entry.owner is None:
+        if entry.owner is None or (entry.place.is_before_boot_of(here) and self._is_older_than_boot()):
             return True
-        if entry.place.host != here.host:
+        return entry.place.has_pids_of(here) and not processes.may_run(entry.owner.pid, entry.owner.mark)
+
+    def _is_older_than_boot(self) -> bool:
+        """Whether it was last written before this host booted: if not, it is another's that passes for this one, such
+        as a copy of the same virtual machine.
+        """
+        try:
+            return self.path.stat().st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        except OSError:
             return False
-        if entry.place.boot != here.boot:
-            return True
-        return entry.place.pids == here.pids and not processes.may_run(entry.owner.pid, entry.owner.mark)
 
     @property
     def is_here(self) -> bool:
         """Whether its pids are this host's."""
-        return self.entry.place == Place.here()
+        return self.entry.place.has_pids_of(Place.here())
 
 
 def read_all(directory: Path) -> Iterator[Record]:
@@ -119,21 +160,21 @@ def read_all(directory: Path) -> Iterator[Record]:
                 record = Record(directory, Entry.model_validate_json(file.read()))
         except FileNotFoundError:  # removed meanwhile
             continue
-        except (OSError, ValidationError) as error:
-            logger.warning("%s, which tells what a tunnel left behind, cannot be read (%s): delete it", path, error)
+        except OSError as error:
+            logger.warning("%s, which tells what a tunnel has, cannot be read: %s", path, error)
+            continue
+        except ValidationError as error:
+            logger.warning("%s, which tells what a tunnel left behind, is damaged (%s): delete it", path, error)
             continue
         if record.path == path:
             yield record
 
 
-@functools.cache
-def _here(pid: int) -> Place:  # by pid: a child may live in a namespace of its own
+def _read(file: str) -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        pids = os.readlink("/proc/self/ns/pid")
+        return Path(file).read_text().strip()
     except OSError:
-        boot = pids = ""
-    return Place(host=socket.gethostname(), boot=boot, pids=pids)
+        return ""
 
 
 _warned: set[Path] = set()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import prime_tunnel
 
 from tunnel.account import Account
@@ -29,31 +30,32 @@ class PacedApi(prime_tunnel.TunnelClient):
         self.base_url = account.base_url
         self.waits_to_create = False
         """Whether a create waits for its permit: nothing of it is on its way then."""
+        self.may_have_made = 0
+        """Registrations: the creates that were sent, without those whose answer says that nothing was made."""
         self._creates = creates
         self._deletes = deletes
         self._before_create = before_create
-        self._creating = 0
-
-    async def create_tunnel(self, *args: Any, **kwargs: Any) -> Any:
-        await self.may_create()
-        self._creating = 1
-        try:
-            return await super().create_tunnel(*args, **kwargs)
-        finally:
-            self._creating = 0
-
-    async def delete_tunnel(self, tunnel_id: str) -> Any:
-        if self._deletes is not None:
-            await self._deletes.wait()
-        return await super().delete_tunnel(tunnel_id)
 
     async def _get_client(self) -> Any:
-        # The SDK's own, and asked for before each request: a create whose connection broke is repeated, and counts.
-        if self._creating:
-            self._creating += 1
-            if self._creating > 2:
-                await self.may_create()
-        return await super()._get_client()
+        client = await super()._get_client()
+        # Of each request, for the SDK repeats one whose connection broke: it counts, and may have been carried out.
+        client.event_hooks = {"request": [self._before], "response": [self._after]}
+        return client
+
+    async def _before(self, request: httpx.Request) -> None:
+        if request.method == "POST":
+            await self.may_create()
+            request.extensions = {**request.extensions, "trace": self._trace_create}
+        elif request.method == "DELETE" and self._deletes is not None:
+            await self._deletes.wait()
+
+    async def _trace_create(self, step: str, about: Any) -> None:
+        if step.endswith(".send_request_headers.started"):  # a connection that is refused does not get so far
+            self.may_have_made += 1
+
+    async def _after(self, response: httpx.Response) -> None:
+        if response.request.method == "POST" and 400 <= response.status_code < 500:
+            self.may_have_made -= 1
 
     async def may_create(self) -> None:
         """Return once a create may be sent."""
@@ -83,7 +85,9 @@ class Deletion:
         self._team_id = team_id
 
     async def run(self) -> bool:
-        """Whether nothing is left. A failed request is tried again, unless the key is refused."""
+        """Whether nothing is left. A failed request is tried again, unless the key is refused or nothing is known to be
+        there: while the API is away, those who only want to make sure do not insist.
+        """
         for wait in (*RETRIES, None):
             try:
                 await self.once()
@@ -93,9 +97,10 @@ class Deletion:
                 return False
             except Exception as error:  # noqa: BLE001 - whatever the API answers
                 self.reason = str(error) or type(error).__name__
-            if wait is not None:
-                await asyncio.sleep(wait)
-        return False
+            if wait is None or not self.left:
+                return False
+            await asyncio.sleep(wait)
+        raise AssertionError("unreachable")
 
     async def once(self) -> None:
         # An empty team id means none at all, None the one that is configured here.

@@ -1,7 +1,7 @@
 """One process beside ours, while we have Prime tunnels: should we be killed, it ends what they leave behind.
 
 `_sidecar.py` is what runs in it. It learns what there is to end from the records on disk (`tunnel.record`), and the
-key by its pipe.
+key by a socket.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -26,12 +27,15 @@ logger = logging.getLogger("tunnel")
 PROGRAM = Path(__file__).with_name("_sidecar.py")
 
 BUDGET = 120.0
-"""Seconds for the API to accept what the sidecar asks of it; what is left then, the next tunnel that starts ends."""
+"""Seconds for all that the sidecar asks of the API; what is left then, the next tunnel that starts ends."""
 
 PAUSE = 5.0
 """Seconds between its rounds."""
 
 EXIT_TIMEOUT = 2.0
+
+MSG_NOSIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Linux; elsewhere only Python's own setting keeps SIGPIPE away."""
 
 
 class Sidecar:
@@ -40,7 +44,7 @@ class Sidecar:
     def __init__(self) -> None:
         self._users = 0
         self._messages: dict[str, None] = {}
-        self._pipe: int | None = None
+        self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -96,27 +100,26 @@ class Sidecar:
 
     def _start(self) -> None:
         self._close()
-        theirs, self._pipe = os.pipe()
-        try:
+        # A socket, for to write to a pipe whose reader was killed may end us by SIGPIPE.
+        theirs, self._channel = socket.socketpair()
+        with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", str(PROGRAM), str(os.getpid())],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,  # else it would hold our caller's pipe open
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 start_new_session=True,
             )
-        finally:
-            os.close(theirs)
 
     def _tell(self, lines: Iterable[str]) -> None:
-        if self._pipe is not None:
-            os.write(self._pipe, "".join(f"{line}\n" for line in lines).encode())
+        if self._channel is not None:
+            self._channel.sendall("".join(f"{line}\n" for line in lines).encode(), MSG_NOSIGNAL)
 
     def _close(self) -> None:
-        pipe, self._pipe, self._process = self._pipe, None, None
-        if pipe is not None:
-            os.close(pipe)
+        channel, self._channel, self._process = self._channel, None, None
+        if channel is not None:
+            channel.close()
         if self._users == 0:
             self._messages = {}
 
@@ -124,13 +127,13 @@ class Sidecar:
         """At the end of this process it looks after what is left, and nobody waits for it."""
         if self._process is not None:
             self._process.returncode = 0  # else its object would complain
+        if self._channel is not None:
+            self._channel.close()
 
     def after_fork(self) -> None:
-        """It is the parent's; a child that kept the pipe would keep it waiting."""
+        """It is the parent's; a child that kept the socket would keep it waiting."""
         self.disown()
-        if self._pipe is not None:
-            os.close(self._pipe)
-        self._users, self._messages, self._pipe, self._process = 0, {}, None, None
+        self._users, self._messages, self._channel, self._process = 0, {}, None, None
         self._lock = threading.Lock()
 
 
@@ -151,10 +154,11 @@ async def _reap(messages: Iterable[Mapping[str, Any]]) -> None:
 
 async def _reap_account(message: Mapping[str, Any]) -> None:
     account = Account(message["base_url"], message["api_key"])
-    deadline = time.monotonic() + BUDGET
-    while True:
-        round_ = Reaper(account, Path(message["directory"]), message["deletes_per_minute"])
-        await round_.run()
-        if round_.left == 0 or time.monotonic() > deadline:
-            return
-        await asyncio.sleep(PAUSE)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BUDGET):
+            while True:
+                round_ = Reaper(account, Path(message["directory"]), message["deletes_per_minute"])
+                await round_.run()
+                if round_.left == 0:
+                    return
+                await asyncio.sleep(PAUSE)

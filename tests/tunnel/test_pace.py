@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,31 +158,87 @@ async def test_a_clock_that_was_put_back_stops_nobody(path: Path, monkeypatch: p
     await pacer.wait()
 
 
-@pytest.mark.parametrize("fault", ["damaged", "no directory", "held for ever"])
-async def test_a_file_that_cannot_be_used_is_said_once_and_this_process_counts_for_itself(
-    path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+HOLDER = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    input()
+"""
+
+
+async def test_while_a_stopped_process_holds_the_file_they_wait_and_the_count_stays_shared(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = FileLock(path.with_suffix(".lock"))
+    monkeypatch.setattr(pace, "LOCK_TIMEOUT", 0.05)
+    await make(path, 3).wait()
+    holder = subprocess.Popen(  # noqa: ASYNC220 - nobody waits for the loop
+        [sys.executable, "-c", HOLDER, str(path.with_suffix(".lock"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGSTOP)
+        pacer, tries = make(path, 3), 0
+
+        def count(take: Callable[[], float] = pacer._take) -> float:
+            nonlocal tries
+            tries += 1
+            return take()
+
+        monkeypatch.setattr(pacer, "_take", count)
+        waiting = asyncio.create_task(pacer.wait())
+        await until(lambda: tries > 3)
+        assert not waiting.done()
+        holder.send_signal(signal.SIGCONT)
+        holder.communicate("\n")
+        await waiting
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert make(path, 3)._take() == 0
+    assert make(path, 3)._take() > 0, "the three are counted together"
+    (record,) = caplog.records
+    assert "another process has locked" in record.getMessage()
+
+
+async def test_a_file_that_was_damaged_is_used_again_once_it_is_whole(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o700)
+    path.parent.parent.chmod(0o700)
+    path.write_bytes(b"this is no database" * 1000)  # noqa: ASYNC240 - nobody waits for the loop
+    pacer = make(path, 100, interval=0.2)
+    await pacer.wait()
+    path.unlink()  # noqa: ASYNC240
+    await until(lambda: pacer._take() == 0 and path.exists())
+
+
+@pytest.mark.parametrize("fault", ["damaged", "no directory", "open to others"])
+async def test_a_file_that_cannot_be_used_is_said_once_and_this_process_counts_for_itself(
+    path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if fault == "no directory":
         path.parent.parent.write_text("a file where the directory should be")
     else:
         path.parent.mkdir(parents=True)
+        path.parent.parent.chmod(0o700)
+        path.parent.chmod(0o777 if fault == "open to others" else 0o700)
     if fault == "damaged":
         path.write_bytes(b"this is no database" * 1000)  # noqa: ASYNC240 - nobody waits for the loop
-    elif fault == "held for ever":
-        monkeypatch.setattr(pace, "LOCK_TIMEOUT", 0.05)
-        held.acquire()
     pacer = make(path, 3)
     await asyncio.gather(*(pacer.wait() for _ in range(3)))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert str(path) in record.getMessage()
+    assert str(path if fault == "damaged" else path.parent.parent) in record.getMessage()
+    assert ("delete it" in record.getMessage()) == (fault == "damaged")
     late = asyncio.create_task(pacer.wait())
     await until(lambda: pacer._said > 0)
     assert not late.done()
     late.cancel()
     await asyncio.wait([late])
-    held.release()
 
 
 async def test_nobody_else_can_read_the_state(path: Path) -> None:

@@ -359,6 +359,31 @@ class TestRefusals:
         assert not isinstance(caught.value, TunnelLimitError)
         assert service.api_calls("POST") == 3
 
+    @pytest.mark.parametrize("fault", [422, 429, "down"])
+    async def test_of_a_create_that_surely_made_nothing_nothing_is_looked_for_or_left_on_record(
+        self, service: FakePrime, fault: int | str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if isinstance(fault, int):
+            service.refuse_creates(fault, "no")
+        else:
+            service.api_down()
+        with pytest.raises(TunnelError):
+            await Watched().expose(1).__aenter__()
+        assert (records(service), service.api_calls("GET")) == ([], 0)
+        assert "left behind" not in caplog.text
+
+    async def test_while_the_api_is_away_each_try_looks_once_and_one_line_says_that_something_may_be_left(
+        self, service: FakePrime, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        service.refuse_creates(503, "no upstream")
+        service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+        for _ in range(2):
+            with pytest.raises(TunnelError, match="no upstream"):
+                await Watched().expose(1).__aenter__()
+        assert service.api_calls("POST") == len(records(service)) == 6
+        assert service.api_calls("GET") <= 6 + 3, "those of the first, once more"
+        assert caplog.text.count("may be left behind") == 1
+
     async def test_a_refusal_that_passes_is_no_error(
         self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -394,6 +419,15 @@ class TestRefusals:
     ) -> None:
         monkeypatch.setenv("PRIME_CONTEXT", context)
         with pytest.raises(TunnelError, match=f"profile.*{re.escape(context)}"):
+            make_tunnel(PrimeTunnelConfig())
+
+    def test_where_there_is_no_home_that_is_said_when_the_tunnel_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nobody(uid: int) -> None:
+            raise KeyError(uid)
+
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", nobody)
+        with pytest.raises(TunnelError, match="profile cannot be read"):
             make_tunnel(PrimeTunnelConfig())
 
     def test_the_sdks_own_keepalive_is_refused_plainly_where_the_sdk_has_none(

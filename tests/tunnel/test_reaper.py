@@ -18,7 +18,7 @@ from tests.prime.owner import Owner, records, sidecars
 from tunnel import PrimeTunnel, PrimeTunnelConfig, TunnelLimitError, processes, reaper
 from tunnel.account import Account
 from tunnel.reaper import Reaper
-from tunnel.record import Entry, Place, Record, Running, read_all
+from tunnel.record import HOST_PIDS, Entry, Place, Record, Running, read_all
 
 
 @pytest.fixture
@@ -75,14 +75,17 @@ def leave(service: FakePrime, owner: Owner) -> str:
 def forge(directory: Path | None = None, **changes: object) -> Record:
     """A record as a run would write it that has not got far."""
     entry = Entry(label="interception-forged", config_dir="/nowhere", place=Place.here(), owner=None)
-    record = Record(directory or Account.current().directory, entry)
-    record.write(**changes)
+    record = Record(directory or Account.current().directory, entry.model_copy(update=changes))
+    record.write()
     return record
 
 
 def reap() -> Reaper:
     account = Account.current()
     return Reaper(account, account.directory, None)
+
+
+HOST = Place(host="host", machine="machine", boot="boot", pids=f"{HOST_PIDS} time:[4026531834]")
 
 
 class TestDead:
@@ -181,9 +184,56 @@ class TestDead:
         seen = service.api_calls("GET")
         await until(lambda: service.api_calls("GET") > seen + 2)
         assert record.path.exists()
-        monkeypatch.setattr(reaper, "SETTLE", 0.0)
+        service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
         await round_
+        assert record.path.exists()
+
+    @pytest.mark.parametrize("ahead", [-0.1, 86400.0], ids=["right", "put back since"])
+    async def test_that_ends_wherever_the_clock_was(
+        self, service: FakePrime, ahead: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reaper, "SETTLE", 0.3)
+        record = forge(asked_at=time.time() + ahead)
+        await asyncio.wait_for(reap().run(), 30)
         assert not record.path.exists()
+
+    async def test_all_who_start_share_one_round_which_ends_with_the_last_of_them(self, service: FakePrime) -> None:
+        forge(asked_at=1.0)
+        service.api_delay["GET"] = 600.0
+        account = Account.current()
+        first, second = reaper.begin(account, None), reaper.begin(account, None)
+        assert first is not None
+        assert first is second
+        await until(lambda: service.api_calls("GET"))
+        await first.leave()
+        assert not first.has_ended
+        await first.leave()
+        assert first.has_ended
+        assert service.api_calls("GET") == 1
+        third = reaper.begin(account, None)
+        assert third is not first, "one that was ended does not keep the next"
+        assert third is not None
+        await third.leave()
+
+    async def test_while_the_api_is_away_a_few_look_ups_tell_and_the_next_round_is_far_off(
+        self, service: FakePrime, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for number in range(30):
+            forge(label=f"interception-{number}", asked_at=1.0)
+        service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+        account = Account.current()
+        round_ = reaper.begin(account, None)
+        assert round_ is not None
+        await round_.wait(30)
+        await round_.leave()
+        assert (round_.found, round_.left, len(records(service))) == (30, 30, 30)
+        assert service.api_calls("GET") <= 2 * reaper.AT_ONCE
+        assert reaper.begin(account, None) is None
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "30 dead runs" in said
+        service.api_status.clear()
+        await reap().run()
+        assert records(service) == []
 
     @pytest.mark.parametrize("times", [1, 2])
     async def test_cancelled_it_leaves_the_record_to_the_next(
@@ -250,14 +300,70 @@ class TestLiving:
         assert record.path.exists()
 
     async def test_from_before_a_boot_nothing_lives_and_no_pid_means_anything(
-        self, service: FakePrime, sleeper: Running
+        self, service: FakePrime, sleeper: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before = Place.here().model_copy(update={"boot": "another"})
+        monkeypatch.setattr(Place, "here", lambda: HOST)
+        before = HOST.model_copy(update={"boot": "another"})
         record = forge(owner=sleeper, client=sleeper, place=before)
+        assert not record.is_dead, "it was written since this host booted, so by another one that is named alike"
+        os.utime(record.path, (1.0, 1.0))
         assert record.is_dead
         await reap().run()
         assert not record.path.exists()
         assert processes.surely_runs(sleeper.pid, sleeper.mark)
+
+    @pytest.mark.parametrize(
+        ("here", "there"),
+        [
+            ({}, {"boot": ""}),
+            ({"boot": ""}, {}),
+            ({}, {"boot": "another", "machine": ""}),
+            ({"machine": ""}, {"boot": "another", "machine": ""}),
+            ({}, {"boot": "another", "machine": "another"}),
+            ({"pids": "pid:[7]"}, {"boot": "another", "pids": "pid:[7]"}),
+            ({"pids": ""}, {"boot": "another", "pids": ""}),
+            ({"pids": ""}, {"pids": ""}),
+            ({"boot": ""}, {"boot": ""}),
+        ],
+    )
+    def test_no_boot_is_told_of_and_no_pid_means_anything_where_a_part_of_the_place_is_not_known(
+        self,
+        service: FakePrime,
+        sleeper: Running,
+        here: dict[str, str],
+        there: dict[str, str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(Place, "here", lambda: HOST.model_copy(update=here))
+        record = forge(owner=Running(pid=sleeper.pid, mark="1"), place=HOST.model_copy(update=there))
+        os.utime(record.path, (1.0, 1.0))
+        assert not record.is_dead
+        assert not record.is_here
+
+    def test_a_process_without_descriptors_takes_nobody_for_dead_and_sees_clearly_once_it_has_some(
+        self, service: FakePrime, sleeper: Running
+    ) -> None:
+        forge(owner=sleeper)
+        program = """
+import os, resource
+from tunnel.account import Account
+from tunnel.record import Place, read_all
+
+(record,) = read_all(Account.current().directory)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+without = record.is_dead, Place.here().boot
+for one in taken:
+    os.close(one)
+print(without, record.is_dead, Place.here() == record.entry.place)
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "(False, '') False True\n"
 
     @pytest.mark.parametrize("other", [{"base_url": "http://elsewhere"}, {"api_key": "another"}])
     async def test_records_of_another_account_are_left_alone(self, service: FakePrime, other: dict[str, str]) -> None:
@@ -292,14 +398,27 @@ class TestRecords:
         assert not record.path.exists()
         assert caplog.text.count(str(damaged)) == 1
 
+    @pytest.mark.parametrize("fault", ["no directory", "open to others"])
     async def test_where_none_can_be_written_the_tunnel_serves_and_that_is_said_once(
-        self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture
+        self, service: FakePrime, local: Switch, fault: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        (service.home / "state").write_text("a file where the directory should be")
+        if fault == "no directory":
+            (service.home / "state").write_text("a file where the directory should be")
+        else:
+            theirs = Account.current().directory.parent
+            theirs.mkdir(parents=True)
+            theirs.chmod(0o777)
         async with PrimeTunnel(PrimeTunnelConfig(creates_per_minute=None, deletes_per_minute=None)).expose(local.port):
             pass
         assert caplog.text.count("should it be killed will not be ended") == 1
         assert service.live() == []
+
+    def test_no_link_is_followed_when_one_is_written(self, service: FakePrime, tmp_path: Path) -> None:
+        record, other = forge(), tmp_path / "other"
+        other.write_text("of somebody")
+        record.path.with_suffix(".new").symlink_to(other)
+        record.write(asked_at=1.0)
+        assert other.read_text() == "of somebody"
 
     def test_another_users_record_is_nothing_to_act_on(
         self, service: FakePrime, monkeypatch: pytest.MonkeyPatch
@@ -336,6 +455,26 @@ class TestProcesses:
             process.wait()
         assert processes.mark_of(process.pid) is None
         assert not processes.kill(process.pid, mark)
+
+
+@pytest.mark.parametrize("proc", ["missing", "of another namespace"])
+def test_a_process_that_cannot_be_looked_at_may_run(
+    proc: str, tmp_path: Path, sleeper: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if proc == "missing":
+        monkeypatch.setattr(pytest.importorskip("psutil"), "PROCFS_PATH", str(tmp_path))
+    else:
+        (tmp_path / "self").symlink_to("1")
+        other = tmp_path / str(sleeper.pid)
+        other.mkdir()
+        (other / "stat").write_text("1 (other) S" + " 5" * 30)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert processes.mark_of(sleeper.pid) == ""
+    assert processes.may_run(sleeper.pid, sleeper.mark)
+    assert not processes.kill(sleeper.pid, sleeper.mark)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    os.waitpid(sleeper.pid, 0)
+    assert processes.mark_of(sleeper.pid) is None
 
 
 def test_without_any_source_of_marks_nothing_is_certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """A process that is killed at any moment leaves no registration, no frpc and no token: its sidecar sees to that."""
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -50,7 +49,6 @@ async def nothing_is_left(service: FakePrime) -> None:
 
 def pipes() -> set[str]:
     """Those that this process has open."""
-    gc.collect()  # the SDK leaves its own to the garbage collector
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -138,13 +136,13 @@ class TestKilled:
     async def test_together_with_its_process_group_or_while_a_forked_child_lives_on(
         self, service: FakePrime, own: Callable[..., Owner]
     ) -> None:
-        # The child keeps a copy of the pipe to the sidecar, which it would not if all forks went through Python.
+        # The child keeps a copy of the socket to the sidecar, which it would not if all forks went through Python.
         fork = """
 async def expose_and_fork():
     from tunnel.sidecar import sidecar
     tunnel = PrimeTunnel()
     async with tunnel.expose(1) as url:
-        os.dup(sidecar._pipe)
+        os.dup(sidecar._channel.fileno())
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
             signal.sigwait([signal.SIGUSR1])
@@ -202,14 +200,14 @@ print("starting", flush=True)
         assert sidecar.pid is None
         assert sidecars(os.getpid()) == []
         assert records(service) == []
-        assert pipes() == before
+        await until(lambda: pipes() == before)
 
-    async def test_it_has_nothing_of_ours_but_the_pipe_and_no_key_among_its_arguments(self, service: FakePrime) -> None:
+    async def test_it_has_nothing_of_ours_but_a_socket_and_no_key_among_its_arguments(self, service: FakePrime) -> None:
         async with Switch() as local, PrimeTunnel().expose(local.port):
             proc = Path(f"/proc/{sidecar.pid}")
             await until(lambda: len(os.listdir(proc / "fd")) == 4)
             kinds = {number: os.readlink(proc / "fd" / number) for number in os.listdir(proc / "fd")}
-            assert kinds.pop("0").startswith("pipe:")
+            assert kinds.pop("0").startswith("socket:")
             assert kinds.pop("1") == kinds.pop("2") == "/dev/null"
             assert set(kinds.values()) == {"anon_inode:[pidfd]"}
             assert os.getsid(sidecar.pid or 0) == sidecar.pid
@@ -223,6 +221,18 @@ print("starting", flush=True)
             async with PrimeTunnel().expose(local.port):
                 assert sidecar.pid not in (None, first)
         assert sidecar.pid is None
+
+    async def test_one_that_was_killed_ends_no_owner_that_has_the_systems_own_sigpipe(
+        self, service: FakePrime, own: Callable[..., Owner]
+    ) -> None:
+        owner = own("signal.signal(signal.SIGPIPE, signal.SIG_DFL)")
+        owner.served()
+        (pid,) = sidecars(owner.pid)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not sidecars(owner.pid))
+        owner.stop()
+        assert owner.process.wait(30) == 0
+        assert (service.live(), records(service)) == ([], [])
 
     async def test_where_none_can_be_started_the_tunnel_serves_all_the_same(
         self, service: FakePrime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
