@@ -13,7 +13,7 @@ from tunnel.config import (
     make_tunnel,
 )
 from tunnel.custom import CustomTunnel
-from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
+from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError, UrlChangedError
 from tunnel.health import HEALTH_PATH, IDENTITY_HEADER, PROBE_HEADER
 from tunnel.keepalive import TunnelClient, keep_serving
 from tunnel.logs import TunnelLogHandler
@@ -63,6 +63,7 @@ __all__ = [
     "TunnelLimitError",
     "TunnelLogHandler",
     "TunnelState",
+    "UrlChangedError",
     "keep_serving",
     "make_tunnel",
 ]

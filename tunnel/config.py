@@ -81,6 +81,9 @@ class SshTunnelConfig(BaseTunnelConfig):
     port: int = Field(22, ge=1, le=65535)
     username: str | None = None
     """None: as `ssh` would choose."""
+    jump: str | None = None
+    """Hosts to go through, `[USER@]HOST[:PORT]`, several with commas between, as `ssh -J` takes them. `client_keys` and
+    `known_hosts` count for them, too. None: as `~/.ssh/config` says (ProxyJump, ProxyCommand)."""
     client_keys: tuple[Path, ...] | None = None
     """Private key files. None: the agent and the default keys of `~/.ssh`."""
     known_hosts: Path | Literal["unchecked"] | None = None
