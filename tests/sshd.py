@@ -3,6 +3,7 @@
 The tests that need it are skipped where there is none: `apt-get install -y openssh-server` (the CI script does).
 """
 
+import asyncio
 import contextlib
 import getpass
 import os
@@ -39,12 +40,17 @@ class Sshd:
         self.user = getpass.getuser()
         self.port = free_port()
         self.key = _new_key(folder / "key")
-        self._host_key = _new_key(folder / "host_key")
+        self.host_key = _new_key(folder / "host_key")
         self.options = options
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "authorized_keys").write_text((folder / "key.pub").read_text())
         self.known_hosts = folder / "known_hosts"
-        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {(folder / 'host_key.pub').read_text()}")
+        self.vouch("127.0.0.1", self.port)
+
+    def vouch(self, host: str, port: int) -> None:
+        """Have `known_hosts` say that its key is also this address's."""
+        with self.known_hosts.open("a") as file:
+            file.write(f"[{host}]:{port} {(self.folder / 'host_key.pub').read_text()}")
 
     def __enter__(self) -> Self:
         self.start()
@@ -62,7 +68,7 @@ class Sshd:
         if os.getuid() == 0:
             PRIVILEGE_SEPARATION.mkdir(exist_ok=True)
         settings = {
-            "HostKey": str(self._host_key),
+            "HostKey": str(self.host_key),
             "AuthorizedKeysFile": str(self.folder / "authorized_keys"),
             "PidFile": "none",
             "ListenAddress": "127.0.0.1",
@@ -84,7 +90,7 @@ class Sshd:
         deadline = time.monotonic() + 30
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 5).close()
+                socket.create_connection((settings["ListenAddress"], self.port), 5).close()
                 return
             except OSError:
                 assert self._process.poll() is None, self.log
@@ -126,9 +132,51 @@ class Sshd:
         (self.folder / "authorized_keys").write_text("")
         self.end_sessions()
 
-    def new_host_key(self) -> None:
-        """As a relay that was set up anew, or one that is not ours. Takes effect with the next start."""
-        self._host_key = _new_key(self.folder / "another_host_key")
+    def new_host_key(self) -> Path:
+        """As a relay that was set up anew, or one that is not ours; returns the old one. For the next start."""
+        old, self.host_key = self.host_key, _new_key(self.folder / "another_host_key")
+        return old
+
+
+class Cable:
+    """What lies between a client and a port of 127.0.0.1: `tear` it, and neither end is told."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._torn: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        self.tear()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    def tear(self) -> None:
+        """Nothing goes through the present connections any more; both ends stay open. New ones are whole."""
+        for task in self._torn:
+            task.cancel()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers += [writer, their_writer]
+        for source, sink in ((reader, their_writer), (their_reader, writer)):
+            self._torn.add(asyncio.create_task(self._carry(source, sink)))
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+            sink.close()
 
 
 def _family(pid: int) -> list[int]:

@@ -26,7 +26,7 @@ def ssh(
     :param url: the public URL, say `http://relay.example:18080`.
     :param remote_port: the relay's port. It must be given: one that the relay chose would be another after a restart.
     :param remote_host: the address it listens on; empty: all (sshd needs `GatewayPorts`).
-    :param options: more options of `ssh`, say `("-p", "2222", "-i", "~/.ssh/relay")`.
+    :param options: more options of `ssh`, say `("-p", "2222")`. They come before ours, and so win over them.
 
     *Run here*: OpenSSH 9.2 against its own sshd; also with the relay stopped, restarted, its port held by an old
     session, its key refused and its host key changed. A stopped relay is noticed after 9 s.
@@ -44,7 +44,7 @@ def ssh(
     forward = f"{remote_host}:{remote_port}:127.0.0.1:{{port}}"
     return CommandTunnelConfig(
         # -v, for without it a forward that stands is not told.
-        command=("ssh", "-v", "-N", "-T", *arguments, *options, "-R", forward, destination),
+        command=("ssh", "-v", "-N", "-T", *options, *arguments, "-R", forward, destination),
         url=url,
         ready_pattern=r"remote forward success for: listen",
         gone_pattern=r": Permission denied \(",

@@ -84,7 +84,7 @@ class Login:
     async def _jump_of(self, hop: Hop) -> str | None:
         try:
             options = await asyncssh.SSHClientConnectionOptions.construct(
-                host=hop.host, **_named(hop), known_hosts=None, client_keys=None, agent_path=None
+                config=(), host=hop.host, **_named(hop), known_hosts=None, client_keys=None, agent_path=None
             )
         except (OSError, ValueError, asyncssh.Error) as error:
             raise TunnelError(f"~/.ssh/config cannot be used for {hop.host}: {error}") from error
