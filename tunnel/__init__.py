@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tunnel import readymade
 from tunnel.base import Tunnel
 from tunnel.config import (
     BaseTunnelConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "UrlChangedError",
     "keep_serving",
     "make_tunnel",
+    "readymade",
 ]
 
 _LAZY = {"CommandTunnel": "tunnel.command", "PrimeTunnel": "tunnel.prime", "SshTunnel": "tunnel.ssh"}

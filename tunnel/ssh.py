@@ -13,7 +13,7 @@ from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError, UrlCha
 from tunnel.evidence import Outcome
 from tunnel.keepalive import TunnelClient
 from tunnel.probe import accepts_tcp, probe
-from tunnel.ssh_login import Login, LoginRefusedError, end
+from tunnel.ssh_login import Login, LoginRefusedError, end, why
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
@@ -194,7 +194,7 @@ class _Client:
             if isinstance(error, TimeoutError):
                 raise TunnelError(f"no connection to {self._relay}: no login within {timeout:g} s") from error
             if isinstance(error, OSError | asyncssh.Error):
-                raise TunnelError(f"no connection to {self._relay}: {str(error) or type(error).__name__}") from error
+                raise TunnelError(f"no connection to {self._relay}: {why(error)}") from error
             raise
 
     async def _log_in_and_forward(self) -> tuple[asyncssh.SSHClientConnection, int]:

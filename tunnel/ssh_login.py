@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 from typing import Any, NamedTuple
 
 import asyncssh
@@ -47,6 +49,13 @@ class Login:
         self.first_peer: tuple[str, int] | None = None
         """Address and port of the first host on the way, once it was reached; None also behind a ProxyCommand."""
 
+    async def first_address(self) -> tuple[str, int] | None:
+        """Host and port of the first connection on the way, as `~/.ssh/config` resolves them; None where a ProxyCommand
+        makes it."""
+        hop = (await self._route(self._target, frozenset()))[0]
+        options = await self._resolved(hop)
+        return None if options.proxy_command else (options.host, options.port)
+
     async def connect(self, *, reconnect: bool = False) -> asyncssh.SSHClientConnection:
         """Log in. Whoever closes the connection closes those to its jump hosts with it.
 
@@ -82,13 +91,18 @@ class Login:
         return [*await self._route(first, seen | {hop}), *others, hop]
 
     async def _jump_of(self, hop: Hop) -> str | None:
+        tunnel = (await self._resolved(hop)).tunnel
+        return tunnel if isinstance(tunnel, str) else None
+
+    async def _resolved(self, hop: Hop) -> asyncssh.SSHClientConnectionOptions:
+        """What `~/.ssh/config` says of it."""
         try:
-            options = await asyncssh.SSHClientConnectionOptions.construct(
+            options: asyncssh.SSHClientConnectionOptions = await asyncssh.SSHClientConnectionOptions.construct(
                 config=(), host=hop.host, **_named(hop), known_hosts=None, client_keys=None, agent_path=None
             )
         except (OSError, ValueError, asyncssh.Error) as error:
             raise TunnelError(f"~/.ssh/config cannot be used for {hop.host}: {error}") from error
-        return options.tunnel if isinstance(options.tunnel, str) else None
+        return options
 
     async def _log_in(
         self, hop: Hop, via: asyncssh.SSHClientConnection | None, reconnect: bool
@@ -108,7 +122,7 @@ class Login:
                 "down, or AllowTcpForwarding or PermitOpen of the jump host's sshd_config forbid it"
             ) from error
         except (OSError, ValueError, asyncssh.Error) as error:
-            raise TunnelError(f"no connection to {what}: {str(error) or type(error).__name__}") from error
+            raise TunnelError(f"no connection to {what}: {why(error)}") from error
         if via is None:
             peer = connection.get_extra_info("peername")
             self.first_peer = (str(peer[0]), int(peer[1])) if peer else None
@@ -192,6 +206,13 @@ class _Witness(asyncssh.SSHClient):
         self.host, self.port, self.key = host, port, key
         self.others_known = bool(getattr(self._connection, "_trusted_host_keys", None))
         return False
+
+
+def why(error: Exception) -> str:
+    """An error's reason without the internals that asyncio puts around it."""
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno).lower()
+    return str(error) or type(error).__name__
 
 
 async def end(connection: asyncssh.SSHClientConnection) -> None:
