@@ -38,6 +38,6 @@ async def _health(port: int, health: str | None, say: Callable[[str], None]) -> 
         say(f"nothing answers at {local} yet ({seen.detail}): the URL will fail until it does")
     if health is not None:
         if seen.status is not None and not seen.ok:
-            say(f"{local}{health} answers {seen.status}, not 200: the service counts as down until it does")
+            say(f"{local}{health} answers {seen.status}, not 200: is that where it says that it is well?")
         return health
     return HEALTH_PATH if seen.ok else None
