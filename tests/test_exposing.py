@@ -14,6 +14,7 @@ from aiohttp import web
 
 from interception.demo.relay import SshRelay
 from tests.helpers import Switch, until
+from tests.prime import FakePrime
 from tests.sshd import Sshd, free_port, needs_sshd
 
 USER = "agent"
@@ -58,7 +59,7 @@ async def exposed(*arguments: str, home: Path, **variables: str) -> AsyncIterato
         "interception",
         "tunnel",
         *arguments,
-        env={**kept, "HOME": str(home), **variables},
+        env={**kept, **variables, "HOME": str(home)},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

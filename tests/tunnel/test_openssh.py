@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import asyncssh
 import pytest
 
 from tests.helpers import Switch, until
@@ -288,6 +290,37 @@ async def test_a_key_that_is_revoked_is_gone(make: Make, sshd: Sshd, local: Swit
         await until(lambda: tunnel.gone)
         assert isinstance(tunnel.gone, TunnelGoneError)
         assert "ermission denied" in str(tunnel.gone)
+
+
+@pytest.mark.skipif(shutil.which("ssh-agent") is None, reason="no ssh-agent here")
+async def test_a_key_with_a_passphrase_is_for_the_agent(
+    sshd: Sshd, local: Switch, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `~/.ssh` it is passed over, for it would have to be asked for; the agent has it without a question."""
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    default = home / ".ssh" / "id_ed25519"
+    default.write_bytes(key.export_private_key(passphrase="a secret"))
+    default.chmod(0o600)
+    (sshd.folder / "authorized_keys").write_bytes(key.export_public_key())
+    (home / ".ssh" / "known_hosts").write_text(sshd.known_hosts.read_text())
+    config = SshTunnelConfig(host="127.0.0.1", port=sshd.port, policy=POLICY)
+    with pytest.raises(TunnelLimitError, match="refused the login key"):
+        async with SshTunnel(config).expose(local.port):
+            pass
+    socket = tmp_path / "agent"
+    agent = await asyncio.create_subprocess_exec(
+        "ssh-agent", "-D", "-a", str(socket), stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await until(socket.exists)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
+        async with asyncssh.connect_agent(str(socket)) as keys:
+            await keys.add_keys([key])
+        async with SshTunnel(config).expose(local.port) as url:
+            assert await get(url) == 200
+    finally:
+        agent.terminate()
+        await agent.wait()
 
 
 class TestJumpHosts:
