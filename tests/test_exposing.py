@@ -158,6 +158,15 @@ async def test_settings_that_nobody_knows_are_status_2(tmp_path: Path) -> None:
         assert running.told == [f"error: {tmp_path}/mine.toml has what nobody knows: [tunel] (did you mean tunnel?)"]
 
 
+async def test_prime(local: Switch, tmp_path: Path) -> None:
+    with FakePrime(tmp_path, scale=0.1) as service:
+        async with exposed(str(local.port), home=service.home, **service.env()) as running:
+            assert await get(await running.url()) == 200
+            running.process.send_signal(signal.SIGTERM)
+            assert await running.ended() == 143
+        assert (service.live(), service.frpc_pids(), service.config_files()) == ([], [], [])
+
+
 class TestHealth:
     """Any service can be exposed, and its restarts are told from its tunnel's faults."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import asyncssh
 import pytest
 
 from tests.helpers import Switch, until
@@ -297,30 +296,35 @@ async def test_a_key_with_a_passphrase_is_for_the_agent(
     sshd: Sshd, local: Switch, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of `~/.ssh` it is passed over, for it would have to be asked for; the agent has it without a question."""
-    key = asyncssh.generate_private_key("ssh-ed25519")
     default = home / ".ssh" / "id_ed25519"
-    default.write_bytes(key.export_private_key(passphrase="a secret"))
+    default.write_bytes(sshd.key.read_bytes())
     default.chmod(0o600)
-    (sshd.folder / "authorized_keys").write_bytes(key.export_public_key())
     (home / ".ssh" / "known_hosts").write_text(sshd.known_hosts.read_text())
     config = SshTunnelConfig(host="127.0.0.1", port=sshd.port, policy=POLICY)
-    with pytest.raises(TunnelLimitError, match="refused the login key"):
-        async with SshTunnel(config).expose(local.port):
-            pass
     socket = tmp_path / "agent"
     agent = await asyncio.create_subprocess_exec(
         "ssh-agent", "-D", "-a", str(socket), stdout=asyncio.subprocess.DEVNULL
     )
     try:
         await until(socket.exists)
+        await ran("ssh-add", "-q", str(default), SSH_AUTH_SOCK=str(socket))
+        await ran("ssh-keygen", "-q", "-p", "-N", "a secret", "-f", str(default))
+        with pytest.raises(TunnelLimitError, match="refused the login key"):
+            async with SshTunnel(config).expose(local.port):
+                pass
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
-        async with asyncssh.connect_agent(str(socket)) as keys:
-            await keys.add_keys([key])
         async with SshTunnel(config).expose(local.port) as url:
             assert await get(url) == 200
     finally:
         agent.terminate()
         await agent.wait()
+
+
+async def ran(*command: str, **env: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **env}, stdin=asyncio.subprocess.DEVNULL
+    )
+    assert await process.wait() == 0
 
 
 class TestJumpHosts:
