@@ -98,6 +98,7 @@ class TestPrime:
 
     async def test_proxy_variables_are_told(self, service: FakePrime, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.setattr("interception.doctor.URL_TIMEOUT", 0.1)  # asked through that proxy, as agents' hosts do
         findings = await found(PrimeTunnelConfig())
         assert (findings["proxy"].status, findings["proxy"].remedy) == (
             "warn",

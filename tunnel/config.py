@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunnel.base import Tunnel
 from tunnel.policy import KeepAlivePolicy
 
+JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::\d{1,5})?")
+
 
 def _public_url(url: str) -> str:
     try:
@@ -101,6 +103,13 @@ class SshTunnelConfig(BaseTunnelConfig):
     session refuses the same port, and SSH gives no reason. After that the tunnel is gone."""
     keepalive_interval: float = Field(2.5, gt=0)
     """Seconds between keepalives; three in a row unanswered end the connection when the next is due, after 10 s."""
+
+    @field_validator("jump")
+    @classmethod
+    def _hops(cls, jump: str | None) -> str | None:
+        if jump is not None and not all(JUMP.fullmatch(hop) for hop in jump.split(",")):
+            raise ValueError("not jump hosts: write [USER@]HOST[:PORT], several with commas between")
+        return jump
 
     @field_validator("url")
     @classmethod

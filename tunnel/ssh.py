@@ -22,8 +22,8 @@ LOGIN_TIMEOUT = 20.0
 """Seconds for one connection, login and forward. Well under one is usual, but an sshd that looks us up in a DNS that
 does not answer takes ten or more."""
 
-FIRST_LOOK_TIMEOUT = 5.0
-"""Seconds for the first look at a forwarded port from here."""
+FIRST_LOOK_TIMEOUT = 2.0
+"""Seconds for the first look at a forwarded port from here: what a start takes where a firewall drops it."""
 
 PRIVILEGED = 1024
 

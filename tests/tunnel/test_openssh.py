@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from pydantic import ValidationError
 
 from tests.helpers import Switch, until
 from tests.sshd import Cable, Sshd, free_port, needs_ssh, needs_sshd
@@ -386,10 +387,20 @@ class TestJumpHosts:
             async with make_tunnel(SshTunnelConfig(host="a", policy=POLICY)).expose(local.port):
                 pass
 
-    @pytest.mark.parametrize("jump", ["", "host:door", "@:22"])
-    async def test_one_that_is_none_is_told(self, jump: str, local: Switch) -> None:
-        with pytest.raises(TunnelError, match="is not a jump host"):
-            async with make_tunnel(SshTunnelConfig(host="relay.invalid", jump=jump or ",", policy=POLICY)).expose(9):
+    @pytest.mark.parametrize("jump", ["", "host:door", "@:22", "a,,b", "me@", "fe80::1", "me:pass@host", "a b"])
+    def test_what_is_none_is_told(self, jump: str) -> None:
+        with pytest.raises(ValidationError, match="not jump hosts") as raised:
+            SshTunnelConfig(host="relay", jump=jump)
+        assert "pass" not in str(raised.value)
+
+    @pytest.mark.parametrize("jump", ["gate", "me@gate:2222,inner", "[fe80::1]:22", "me@[::1]"])
+    def test_what_ssh_takes_is_taken(self, jump: str) -> None:
+        assert SshTunnelConfig(host="relay", jump=jump).jump == jump
+
+    async def test_one_of_the_users_ssh_config_that_is_none_is_told(self, home: Path, local: Switch) -> None:
+        (home / ".ssh" / "config").write_text("Host relay\n  ProxyJump gate:door\n")
+        with pytest.raises(TunnelError, match="'gate:door' is not a jump host"):
+            async with make_tunnel(SshTunnelConfig(host="relay", policy=POLICY)).expose(local.port):
                 pass
 
     @pytest.mark.parametrize("steps", [40, 80, 160, 320])
