@@ -118,6 +118,8 @@ class Settings:
         Raises `SettingsError`. A `name` that is none is not quoted: a password may stand in it.
         """
         if name == "none":
+            if [*assignments]:
+                raise SettingsError("without a tunnel there is nothing to --set")
             return None
         if name in readymade.BY_NAME:
             ready = readymade.BY_NAME[name]()

@@ -87,6 +87,7 @@ class TestNames:
 
     def test_none_is_none(self, tmp_path: Path) -> None:
         assert settings(tmp_path).tunnel("none") is None
+        assert "nothing to --set" in refusal(settings(tmp_path).tunnel, "none", ["port=1"])
 
     def test_a_ready_made_one_is_itself_and_may_be_changed(self, tmp_path: Path) -> None:
         made = settings(tmp_path, '[command]\ncommand = ["other"]\nurl_pattern = "x"\n')
