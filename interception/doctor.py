@@ -330,12 +330,15 @@ async def _ssh(config: SshTunnelConfig) -> AsyncIterator[Finding]:
         async with asyncio.timeout(config.start_timeout):
             connection = await login.connect()
     except TimeoutError:
-        yield Finding(
-            "login", "fail", f"{login.relay} did not let us in within {config.start_timeout:g} s", LOGIN_REMEDY
-        )
+        said = f"{login.relay} did not let us in within {config.start_timeout:g} s"
+        yield Finding("login", "fail", said, "is that its ssh port, and is it open to you?")
+        return
+    except LoginRefusedError as error:
+        remedy = f"put your public key into its ~/.ssh/authorized_keys, until `ssh {config.host}` asks for nothing"
+        yield Finding("login", "fail", str(error), remedy)
         return
     except TunnelError as error:
-        yield Finding("login", "fail", str(error), LOGIN_REMEDY)
+        yield Finding("login", "fail", str(error), None if "known_hosts" in str(error) else "is it up, and reachable?")
         return
     version = str(connection.get_extra_info("server_version") or "").removeprefix("SSH-2.0-")
     await end(connection)

@@ -160,6 +160,7 @@ class TestSsh:
         await relay.revoke("agent")
         findings = await found(config)
         assert "refused the login key" in findings["login"].detail
+        assert "authorized_keys" in (findings["login"].remedy or "")
         assert (findings["tunnel"].status, good(findings)) == ("skip", False)
 
     async def test_no_right_to_forward(self, config: SshTunnelConfig, relay: SshRelay) -> None:
