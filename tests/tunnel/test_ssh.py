@@ -30,6 +30,7 @@ from tunnel import (
     TunnelEvent,
     TunnelGoneError,
     TunnelLimitError,
+    UrlChangedError,
     make_tunnel,
 )
 from tunnel.ssh import SshTunnel
@@ -462,7 +463,7 @@ class TestReconnect:
         tunnel = SshTunnel(config)
         client = await tunnel._connect(service.port)
         monkeypatch.setattr("asyncssh.listener.SSHTCPClientListener.get_port", lambda self: 9)
-        with pytest.raises(TunnelGoneError, match=f"http://127.0.0.1:9 instead of {client.url}"):
+        with pytest.raises(UrlChangedError, match=f"http://127.0.0.1:9 instead of {client.url}"):
             await client.restart()
         assert not client.is_running
         await tunnel._disconnect()
