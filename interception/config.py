@@ -54,8 +54,9 @@ class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
     start_backoff: float = Field(0.5, gt=0)
     """Seconds before the second try, doubled for each one after it up to 10, with as much jitter."""
     start_patience: float = Field(5.0, gt=0)
-    """Seconds for which a first start is counted on; then another one is begun in its stead, and what it yields in the
-    end is used, too. Once some have succeeded: half as long again as the median of the last 16 took, at least 1 s."""
+    """Seconds for which a start is counted on; then another one is begun in its stead, and what it yields in the end is
+    used, too. Once it is known how long starts take, and half of those begun together are through (or it is one of
+    two), half as long again as the median of the last 16: see `placement.counted_on`."""
 
     @field_validator("tunnel")
     @classmethod

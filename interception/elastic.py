@@ -13,11 +13,11 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 
 from interception.base import AcquireTimeoutError, PoolMember, Slot
 from interception.config import ElasticInterceptionPoolConfig, InterceptionServerConfig
-from interception.placement import ServerView, counted_on, idle_too_long, place
+from interception.placement import counted_on, idle_too_long, place
 from interception.pool import Pool, ServerFactory
 from interception.server import InterceptionServer, raise_if_lost
-from interception.session import RolloutSession
-from interception.stats import PoolStats, ServerStats, StartStats
+from interception.session import RolloutSession, check_usable
+from interception.stats import PoolStats, ServerStats, StartStats, in_a_line, url_of
 from tunnel import TunnelError, TunnelLimitError
 from tunnel.teardown import cancel_and_wait, run_to_end
 
@@ -26,7 +26,14 @@ logger = logging.getLogger("interception")
 BACKOFF_CAP = 10.0
 """Seconds between two tries to start a server, at most (and as much jitter): waiters hear within half a minute."""
 
+LIMIT_PAUSE = 30.0
+"""Seconds without a start after a limit (quota, credentials) was met, while there are servers whose slots become free:
+what is refused is not asked for once for each batch of waiters."""
+
 STARTS_REMEMBERED = 16
+ENDS_REMEMBERED = 256
+"""More than are ever begun together: 8,192 rollouts by 32."""
+
 LEAST_PATIENCE = 1.0
 """Seconds; below this a start that takes half as long again as usual is no sign of anything."""
 
@@ -74,9 +81,11 @@ class ElasticInterceptionPool(Pool):
         self._waiters: deque[_Waiter] = deque()
         self._starts: list[_Start] = []
         self._warm: asyncio.Future[Exception | None] | None = None  # done: the first server is there, or why not
-        self._took: deque[float] = deque(maxlen=STARTS_REMEMBERED)
+        self._took: deque[float] = deque(maxlen=STARTS_REMEMBERED)  # seconds
+        self._ended: deque[float] = deque(maxlen=ENDS_REMEMBERED)  # when starts succeeded
         self._idle_since: dict[int, float] = {}  # by id: members need not be hashable
         self._timer: asyncio.TimerHandle | None = None
+        self._limited_until = 0.0
         self._idled = 0
         self._failed_starts = 0
         self._last_error: str | None = None
@@ -143,15 +152,16 @@ class ElasticInterceptionPool(Pool):
     async def _seat(self, session: RolloutSession, timeout: float | None) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        if not isinstance(session, RolloutSession):
-            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
+        check_usable(session)
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout is a number of seconds, 0 or more, or None; not {timeout!r}")
         loop = asyncio.get_running_loop()
         waiter = _Waiter(session, monotonic(), loop.create_future())
         self._waiters.append(waiter)
         self._balance()
         timer = None
         if timeout is not None and not waiter.seat.done():
-            timer = loop.call_later(max(0.0, timeout), self._time_is_up, waiter, timeout)
+            timer = loop.call_later(timeout, self._time_is_up, waiter, timeout)
         try:
             return await waiter.seat
         except asyncio.CancelledError:
@@ -179,10 +189,14 @@ class ElasticInterceptionPool(Pool):
             self._waiters.remove(waiter)
 
     def _leave(self, server: PoolMember, slot: Slot) -> None:
-        super()._leave(server, slot)
-        if server.load == 0 and server.healthy:
-            self._idle_since[id(server)] = monotonic()
-        self._balance()
+        try:
+            super()._leave(server, slot)
+        finally:
+            if server.load == 0 and any(other is server for other in self._servers):
+                self._idle_since[id(server)] = monotonic()
+                self._set_timer()
+            if self._waiters:
+                self._balance()
 
     def _server_changed(self, server: PoolMember) -> None:
         super()._server_changed(server)
@@ -206,31 +220,37 @@ class ElasticInterceptionPool(Pool):
         self._set_timer()
 
     def _may_start(self) -> int | None:
+        if monotonic() < self._limited_until and (self._servers or self._starts):
+            return 0
         bound = self.config.max_servers
         return None if bound is None else bound - len(self._servers) - len(self._starts)
 
     def _seat_waiters(self, may_start: int | None) -> int:
         """Seats who can be seated now; how many servers to start for the others."""
         plan = place(
-            [ServerView(server.load, server.serving) for server in self._servers],
+            self._servers,
             max(len(self._waiters), int(self._warming)),
             capacity=self.config.multiplex,
-            starting=counted_on([self._age(start) for start in self._starts], self._patience),
+            starting=self._counted_on(),
             may_start=may_start,
         )
         for server in [self._servers[index] for index in plan.assign]:
-            while self._waiters and self._waiters[0].seat.done():
-                self._waiters.popleft()
-            if not self._waiters:
-                break
-            waiter = self._waiters.popleft()
-            try:
-                waiter.seat.set_result((server, self._take(server, waiter.session)))
-            except Exception as error:  # noqa: BLE001 - whatever a server says to a session is that rollout's to hear
-                waiter.seat.set_exception(error)
-            else:
-                self._idle_since.pop(id(server), None)
+            while self._waiters and not self._seat_first(server):
+                pass  # the place is the next one's
         return plan.start
+
+    def _seat_first(self, server: PoolMember) -> bool:
+        """Whether the first waiter has used up a place on `server`."""
+        waiter = self._waiters.popleft()
+        if waiter.seat.done():  # cancelled, and its task has not run yet
+            return False
+        try:
+            waiter.seat.set_result((server, self._take(server, waiter.session)))
+        except Exception as error:  # noqa: BLE001 - whatever a server says to a session is that rollout's to hear
+            waiter.seat.set_exception(error)
+            return isinstance(error, TunnelError)  # the server's fault: the next one would hear the same
+        self._idle_since.pop(id(server), None)
+        return True
 
     def _tick(self) -> None:
         self._timer = None
@@ -245,7 +265,7 @@ class ElasticInterceptionPool(Pool):
         idle = [self._idle_for(server, now) for server in self._servers]
         surplus = idle_too_long(idle, floor=self.config.min_servers, timeout=timeout)
         for server in [self._servers[index] for index in surplus]:
-            logger.info("server %s is stopped: no rollout for %.0f s", server.base_url, timeout)
+            logger.info("server %s is stopped: no rollout for %.0f s", url_of(server), timeout)
             self._servers = [other for other in self._servers if other is not server]
             self._idle_since.pop(id(server), None)
             self._idled += 1
@@ -255,11 +275,14 @@ class ElasticInterceptionPool(Pool):
         """For the next moment at which something changes by itself: a start is overdue, a server idle too long."""
         moments: list[float] = []
         if self._starts and (self._waiters or self._warming):
-            patience = self._patience
-            moments += [patience - age for start in self._starts if (age := self._age(start)) <= patience]
+            usual, patience = self._usual, self._patience
+            for age in map(self._age, self._starts):
+                moments += [limit - age for limit in (usual, patience) if limit is not None and limit >= age]
         timeout = self.config.idle_timeout
         if timeout is not None and self._idle_since and len(self._servers) > self.config.min_servers:
             moments.append(min(self._idle_since.values()) + timeout - monotonic())
+        if self._waiters and self._limited_until > monotonic():
+            moments.append(self._limited_until - monotonic())
         if not moments:
             return
         loop = asyncio.get_running_loop()
@@ -276,10 +299,25 @@ class ElasticInterceptionPool(Pool):
         return self._warm is not None and not self._warm.done()
 
     @property
+    def _usual(self) -> float | None:
+        """Seconds that a start takes at most, as far as is known."""
+        return max(LEAST_PATIENCE, 1.5 * statistics.median(self._took)) if self._took else None
+
+    @property
     def _patience(self) -> float:
-        if not self._took:
-            return self.config.start_patience
-        return max(LEAST_PATIENCE, 1.5 * statistics.median(self._took))
+        return max(self.config.start_patience, self._usual or 0.0)
+
+    def _counted_on(self) -> int:
+        """Of the starts under way."""
+        if not self._starts:
+            return 0
+        oldest = min(start.since for start in self._starts)
+        return counted_on(
+            [self._age(start) for start in self._starts],
+            finished=sum(ended >= oldest for ended in self._ended),
+            usual=self._usual,
+            patience=self._patience,
+        )
 
     def _age(self, start: _Start) -> float:
         """Seconds for which it has been under way; those in the queue of the creation limit do not count."""
@@ -314,6 +352,10 @@ class ElasticInterceptionPool(Pool):
                     await self._start_server(start)
         except Exception as error:  # noqa: BLE001 - the waiters it would have served hear it
             failure = error
+        except asyncio.CancelledError:
+            if start.task.cancelling():
+                raise
+            failure = TunnelError("the start of the server was cancelled from within")
         finally:
             if start in self._starts:
                 self._starts.remove(start)
@@ -324,9 +366,9 @@ class ElasticInterceptionPool(Pool):
         """Notes a try that failed; whether another one is worth it."""
         if not isinstance(error, Exception):
             return False
-        start.error = self._last_error = str(error)
+        start.error = self._last_error = in_a_line(error)
         self._failed_starts += 1
-        again = isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError)
+        again = self._started and isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError)
         # Who waited may have been seated elsewhere meanwhile.
         again = again and (bool(self._waiters) or len(self._servers) < self.config.min_servers)
         if again and start.tries < self.config.start_tries:
@@ -339,10 +381,13 @@ class ElasticInterceptionPool(Pool):
         start.server = server
         try:
             await server.start()
+            if not server.healthy:
+                raise TunnelError(f"it was lost while it started: {getattr(server, 'lost', None) or 'not healthy'}")
         except BaseException:
             await run_to_end(self._stop_server(server))
             raise
         self._took.append(monotonic() - max(begun, start.counted_from))
+        self._ended.append(monotonic())
         self._starts.remove(start)
         self._servers.append(server)
         self._idle_since[id(server)] = monotonic()
@@ -352,13 +397,17 @@ class ElasticInterceptionPool(Pool):
     def _start_failed(self, start: _Start, error: Exception) -> None:
         """After its last try: those whom it would have served hear why, and nobody else."""
         logger.warning("a server could not be started (tries: %d): %s", start.tries, error)
-        if not self._starts:
+        counted = self._counted_on()
+        if not counted:
             self._warmed(error)
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())
         self._seat_waiters(may_start=0)  # a server that does not serve just now is better than none
-        counted = counted_on([self._age(other) for other in self._starts], self._patience)
         beyond = len(self._waiters) - counted * self.config.multiplex
-        for _ in range(min(beyond, self.config.multiplex)):
+        if isinstance(error, TunnelLimitError) and (self._servers or self._starts):
+            self._limited_until = monotonic() + LIMIT_PAUSE
+        if not isinstance(error, TunnelLimitError) or self._servers or self._starts:
+            beyond = min(beyond, self.config.multiplex)  # else there is nobody to serve the others either
+        for _ in range(beyond):
             self._waiters.pop().seat.set_exception(_told_anew(error))
         self._balance()
 
@@ -390,6 +439,8 @@ class _Stopped(TunnelError):
 
 def _told_anew(failure: Exception) -> TunnelError:
     """An error of its own for each rollout that hears why no server could be started."""
-    error = (TunnelLimitError if isinstance(failure, TunnelLimitError) else TunnelError)(str(failure))
+    error = (TunnelLimitError if isinstance(failure, TunnelLimitError) else TunnelError)(
+        str(failure) or type(failure).__name__
+    )
     error.__cause__ = failure
     return error

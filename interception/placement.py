@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class ServerView:
+class ServerView(Protocol):
     """What placement knows of a healthy server."""
 
-    load: int
-    serving: bool
+    @property
+    def load(self) -> int: ...
+
+    @property
+    def serving(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +40,28 @@ def place(
     started ones will serve go to a server that is healthy but not serving. `capacity` None: no limit, and so nothing
     to start.
     """
+    if not waiting:
+        return Plan((), 0)
     loads = [server.load for server in servers]
     assign: list[int] = []
 
     def fill(serving: bool, most: int) -> None:
-        candidates = [index for index, server in enumerate(servers) if server.serving is serving]
-        for _ in range(most):
-            free = [index for index in candidates if capacity is None or loads[index] < capacity]
-            if not free:
-                return
-            chosen = min(free, key=loads.__getitem__)
-            loads[chosen] += 1
+        if most <= 0:
+            return
+        free = [(load, index) for index, load in enumerate(loads) if capacity is None or load < capacity]
+        heapify(free)
+        while most and free:
+            load, chosen = free[0]
+            if servers[chosen].serving is not serving:
+                heappop(free)
+                continue
             assign.append(chosen)
+            loads[chosen] = load = load + 1
+            most -= 1
+            if capacity is None or load < capacity:
+                heapreplace(free, (load, chosen))
+            else:
+                heappop(free)
 
     fill(True, waiting)
     left = waiting - len(assign)
@@ -61,15 +75,20 @@ def place(
     return Plan(tuple(assign), start)
 
 
-def counted_on(ages: Sequence[float], patience: float) -> int:
-    """How many of the starts under way, begun `ages` seconds ago, are still counted on to take rollouts.
+def counted_on(ages: Sequence[float], *, finished: int, usual: float | None, patience: float) -> int:
+    """How many of the starts under way, begun `ages` seconds ago, are still counted on to take rollouts. In the stead
+    of the others, which perhaps hang, more are begun. `finished`: starts that succeeded since the oldest one began.
 
-    One that takes longer than `patience` seconds perhaps hangs, and another is begun in its stead. But if many take
-    long they are slow, not hung, and more of them would make it worse: never are more than a quarter replaced (but
-    always two, so that a replacement that hangs, too, is replaced).
+    If many take long they are slow, not hung, and more of them would make it worse. So of those that take longer than
+    `usual` (None: it is not known) a quarter of all begun together is replaced once half of them are through, else two.
+    Of those that take longer than `patience` twice as many as are through, too: whatever is through shows that
+    replacing helps.
     """
-    overdue = sum(age > patience for age in ages)
-    return len(ages) - min(overdue, max(2, -(-len(ages) // 4)))
+    together = len(ages) + finished
+    quarter = max(2, -(-together // 4))
+    soon = 0 if usual is None else min(sum(age > usual for age in ages), quarter if 2 * finished >= together else 2)
+    late = min(sum(age > patience for age in ages), max(quarter, 2 * finished))
+    return len(ages) - max(soon, late)
 
 
 def idle_too_long(idle: Sequence[float | None], *, floor: int, timeout: float) -> list[int]:

@@ -9,16 +9,19 @@ from functools import partial
 
 from interception.base import Interception, PoolMember, Slot
 from interception.config import InterceptionServerConfig, StaticInterceptionPoolConfig
-from interception.placement import ServerView, place
+from interception.placement import place
 from interception.server import InterceptionServer, raise_if_lost
-from interception.session import RolloutSession
-from interception.stats import PoolStats, ServerStats
+from interception.session import RolloutSession, check_usable
+from interception.stats import PoolStats, ServerStats, url_of
 from tunnel import TunnelError, TunnelEvent
-from tunnel.teardown import run_to_end
+from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("interception")
 
 ServerFactory = Callable[[InterceptionServerConfig], PoolMember]
+
+STOP_TIMEOUT = 120.0
+"""Seconds for a server to stop: ours take 20 at most (of their tunnel), another framework's may hang."""
 
 REASONS_KEPT = 64
 """Why servers were lost, the last ones: a pool may run for weeks."""
@@ -91,8 +94,8 @@ class Pool(Interception):
             self._retired.append(server)
             self._lost += 1
             why = getattr(server, "lost", None) or "it is not healthy any more"
-            self._reasons.append(f"{server.base_url}: {why}")
-            logger.warning("server %s is retired with %d rollouts on it: %s", server.base_url, server.load, why)
+            self._reasons.append(f"{url_of(server)}: {why}")
+            logger.warning("server %s is retired with %d rollouts on it: %s", url_of(server), server.load, why)
             self._stop_if_empty(server)
 
     def _take(self, server: PoolMember, session: RolloutSession) -> Slot:
@@ -101,8 +104,10 @@ class Pool(Interception):
         return slot
 
     def _leave(self, server: PoolMember, slot: Slot) -> None:
-        server.unregister(slot.model_secret, slot.state_secret)
-        self._stop_if_empty(server)
+        try:
+            server.unregister(slot.model_secret, slot.state_secret)
+        finally:
+            self._stop_if_empty(server)
 
     def _stop_if_empty(self, server: PoolMember) -> None:
         # Its last rollout does not wait for this, and nobody's cancellation reaches it: the task is the pool's own.
@@ -111,13 +116,14 @@ class Pool(Interception):
             self._stop_apart(server)
 
     def _stop_apart(self, server: PoolMember) -> None:
-        task = asyncio.create_task(self._stop_server(server), name=f"stop {server.base_url}")
+        task = asyncio.create_task(self._stop_server(server), name=f"stop {url_of(server)}")
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
     async def _stop_server(self, server: PoolMember) -> None:
         try:
-            await server.stop()
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await server.stop()
         except Exception:
             logger.exception("a server could not be stopped cleanly")
 
@@ -155,6 +161,7 @@ class StaticInterceptionPool(Pool):
         super().__init__(server_factory, requires_tunnel, state_service_secrets)
         self.config = config
         self._starting = asyncio.Lock()
+        self._launch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts all servers side by side. If one cannot start, all are stopped and its error is raised."""
@@ -162,13 +169,16 @@ class StaticInterceptionPool(Pool):
             if self._started:
                 return
             await self._stopped()
+            lost = self._lost
             try:
-                servers = self._servers = [self._make(config) for config in self.config.servers]
-                async with asyncio.TaskGroup() as starting:
-                    for server in servers:
-                        starting.create_task(server.start())
-                if self._servers is not servers:
+                self._servers = [self._make(config) for config in self.config.servers]
+                self._launch = asyncio.create_task(_start_all(self._servers), name="start the pool's servers")
+                await asyncio.wait([self._launch])
+                if self._launch.cancelled():
                     raise TunnelError("the pool was stopped while it started")
+                self._launch.result()
+                if self._lost > lost:
+                    raise TunnelError(f"a server was lost while the pool started: {self._reasons[-1]}")
             except BaseExceptionGroup as errors:
                 await self.stop()
                 raise _first(errors) from errors
@@ -176,6 +186,11 @@ class StaticInterceptionPool(Pool):
                 await self.stop()
                 raise
             self._started = True
+
+    async def _stop(self) -> None:
+        if self._launch is not None:
+            await cancel_and_wait(self._launch)
+        await super()._stop()
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
@@ -190,13 +205,18 @@ class StaticInterceptionPool(Pool):
     def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        if not isinstance(session, RolloutSession):
-            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
-        plan = place([ServerView(server.load, server.serving) for server in self._servers], 1, capacity=None)
+        check_usable(session)
+        plan = place(self._servers, 1, capacity=None)
         if not plan.assign:
             raise TunnelError("no server of the pool is left: " + "; ".join(self._reasons))
         server = self._servers[plan.assign[0]]
         return server, self._take(server, session)
+
+
+async def _start_all(servers: list[PoolMember]) -> None:
+    async with asyncio.TaskGroup() as starting:
+        for server in servers:
+            starting.create_task(server.start())
 
 
 def _has(servers: list[PoolMember], server: PoolMember) -> bool:

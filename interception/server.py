@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from interception.base import Interception, Slot
 from interception.config import InterceptionServerConfig
 from interception.routes import Routes
-from interception.session import RolloutSession
+from interception.session import RolloutSession, check_usable
 from interception.trace import Trace
 from interception.upstream import UpstreamClients
 from tunnel import StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
@@ -159,7 +159,7 @@ class InterceptionServer(Interception):
     @property
     def serving(self) -> bool:
         """Healthy, and its tunnel (if it has one) serves just now."""
-        return self.healthy and (self.tunnel is None or self.tunnel.state.name == "serving")
+        return self.lost is None and (self.tunnel is None or self.tunnel.state.name == "serving")
 
     @property
     def queued(self) -> bool:
@@ -176,17 +176,9 @@ class InterceptionServer(Interception):
 
         `TunnelError` when not healthy, `ValueError` for a session that was used before.
         """
-        if not isinstance(session, RolloutSession):
-            raise TypeError(f"not a RolloutSession: {type(session).__name__}")
+        check_usable(session)
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
-        if session.registered:
-            raise ValueError(f"session {session.id} has been used already: make a new one for each rollout")
-        if session.streaming == "live" and session.on_response:
-            raise ValueError(
-                "on_response hooks see an answer before the harness does, so its streams cannot be live: "
-                "leave streaming at 'auto'"
-            )
         session.registered = True
         pair = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[pair] = session

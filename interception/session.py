@@ -99,6 +99,19 @@ class Upstream(BaseModel):
         return url.rstrip("/")
 
 
+def check_usable(session: object) -> None:
+    """Raises `TypeError` or `ValueError` for what cannot be registered, on any server."""
+    if not isinstance(session, RolloutSession):
+        raise TypeError(f"not a RolloutSession: {type(session).__name__}")
+    if session.registered:
+        raise ValueError(f"session {session.id} has been used already: make a new one for each rollout")
+    if session.streaming == "live" and session.on_response:
+        raise ValueError(
+            "on_response hooks see an answer before the harness does, so its streams cannot be live: "
+            "leave streaming at 'auto'"
+        )
+
+
 class RolloutSession:
     """One rollout on a server. `model` and `sampling` (JSON fields) override what the harness asks for.
 

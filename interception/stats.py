@@ -4,6 +4,26 @@ from dataclasses import dataclass
 
 from interception.base import PoolMember
 
+LINE = 300
+"""Characters of an error that are shown; the whole of it is in the log."""
+
+
+def url_of(server: PoolMember) -> str:
+    """For logs: one that has no URL, or cannot say it any more, must not hold up what the pool does with it."""
+    try:
+        return server.base_url
+    except Exception:  # noqa: BLE001
+        return "(no URL)"
+
+
+def in_a_line(error: object) -> str:
+    text = " ".join(str(error).split()) or (type(error).__name__ if isinstance(error, Exception) else "")
+    return text if len(text) <= LINE else text[: LINE - 1] + "…"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
@@ -26,25 +46,21 @@ class ServerStats:
         elif state is None:
             name = "serving" if server.serving else "not serving"
         else:
-            name = str(state.name)
-        try:
-            base_url = server.base_url
-        except RuntimeError:  # it is not started
-            base_url = "(no URL)"
+            name = str(getattr(state, "name", state))
         return cls(
-            base_url=base_url,
+            base_url=url_of(server),
             load=server.load,
             state=name,
-            reason=str(getattr(server, "lost", None) or getattr(state, "reason", "")),
+            reason=in_a_line(getattr(server, "lost", None) or getattr(state, "reason", "")),
             restarts=getattr(tunnel, "restarts", 0),
             idle_for=idle_for,
         )
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
-        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        restarts = f", {_count(self.restarts, 'restart')}" if self.restarts else ""
         idle = "" if self.idle_for is None else f", idle for {self.idle_for:.0f} s"
-        return f"{self.base_url}: {self.load} rollouts, {self.state}{reason}{restarts}{idle}"
+        return f"{self.base_url}: {_count(self.load, 'rollout')}, {self.state}{reason}{restarts}{idle}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +112,20 @@ class PoolStats:
         """One line."""
         serving = sum(server.state == "serving" for server in self.servers)
         parts = [
-            f"{len(self.servers)} servers ({serving} serving)",
+            f"{_count(len(self.servers), 'server')} ({serving} serving)",
             f"{self.in_use}{'' if self.capacity is None else f' of {self.capacity}'} slots in use",
         ]
         if self.starting:
-            parts.append(f"{len(self.starting)} starting")
+            queued = sum(start.queued for start in self.starting)
+            turn = f" ({queued} of them wait for their turn within the creation limit)" if queued else ""
+            parts.append(f"{len(self.starting)} starting{turn}")
         if self.waiting:
             parts.append(f"{self.waiting} waiting (the longest for {self.longest_wait:.1f} s)")
         if self.lost:
             rest = sum(server.load for server in self.retired)
-            parts.append(f"{self.lost} lost" + (f" ({rest} rollouts are still on them)" if rest else ""))
+            parts.append(f"{self.lost} lost" + (f" ({_count(rest, 'rollout')} still on them)" if rest else ""))
         if self.last_error is not None:
-            parts.append(f"{self.failed_starts} failed starts, the last: {self.last_error}")
+            parts.append(f"{_count(self.failed_starts, 'failed start')}, the last: {self.last_error}")
         return ", ".join(parts)
 
     def __str__(self) -> str:

@@ -42,9 +42,6 @@ class Tunnel(ABC):
     bind_port: int = 0
     """The port it must listen on; 0: any."""
 
-    queued: bool = False
-    """Whether `expose` waits for its turn within the creation limit just now."""
-
     restartable: ClassVar[bool] = True
     """Whether the keepalive may restart its client."""
 
@@ -94,6 +91,11 @@ class Tunnel(ABC):
     def state(self) -> TunnelState:
         """Where it stands, and why."""
         return self._state
+
+    @property
+    def queued(self) -> bool:
+        """Whether `expose` waits for its turn within the creation limit just now."""
+        return False
 
     @property
     def restarts(self) -> int:
@@ -181,6 +183,11 @@ class Tunnel(ABC):
             self._noted(StateChanged(url=self._url or "", at=time.time(), before=self._state, after=state))
 
     def _set_gone(self, error: TunnelGoneError) -> None:
+        # Sessions keep it for as long as they are kept: the frames it came through, and the client in them, must not
+        # stay with it.
+        raised: BaseException | None = error
+        while raised is not None:
+            raised = raised.with_traceback(None).__cause__ or raised.__context__
         self.gone = error
         if self._state.name != "gone":
             self._show(TunnelState("gone", str(error)))

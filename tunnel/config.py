@@ -57,7 +57,13 @@ class PrimeTunnelConfig(BaseTunnelConfig):
     connection_timeout: float = Field(30.0, gt=0)
     """Seconds for frpc to connect, as the SDK's own default."""
     stop_timeout: float = Field(20.0, gt=0)
-    """Seconds for ending frpc and deleting the registration; what is left then is named in the log."""
+    """Seconds for ending frpc and deleting the registration; what is left then is named in the log, and deleted by
+    the next tunnel of this user that starts."""
+    creates_per_minute: int | None = Field(100, gt=0)
+    """How many creates all processes of this user may send in any minute (the service's documented limit is 100); the
+    next ones wait. None: no limit of ours."""
+    deletes_per_minute: int | None = Field(100, gt=0)
+    """The same for deletes, each of which waits within `stop_timeout`."""
 
 
 class CustomTunnelConfig(BaseTunnelConfig):

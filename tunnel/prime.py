@@ -5,8 +5,10 @@ import atexit
 import contextlib
 import logging
 import os
+import random
 import secrets
 import subprocess
+import time
 import weakref
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,12 +17,18 @@ import prime_tunnel
 from prime_tunnel.binary import get_frpc_path
 from pydantic import ValidationError
 
+from tunnel import pace
+from tunnel.account import Account
 from tunnel.base import Tunnel
 from tunnel.config import PrimeTunnelConfig
 from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
 from tunnel.keepalive import TunnelClient
 from tunnel.logs import install_log_handler
 from tunnel.probe import answers_http, is_address
+from tunnel.reaper import Reaper
+from tunnel.record import Entry, Place, Record, Running
+from tunnel.registrations import Deletion, PacedApi
+from tunnel.sidecar import sidecar
 from tunnel.teardown import cancel_and_wait, protected, run_to_end
 
 logger = logging.getLogger("tunnel")
@@ -29,7 +37,9 @@ REGISTER_TRIES = 3
 KILL_TIMEOUT = 2.0
 """Seconds for a killed frpc to end, as the SDK's own."""
 
-TERMINAL = ("expired", "terminated")  # deletion is soft: the record stays, with one of these
+REAPING_TIMEOUT = 10.0
+"""Seconds for which a create that met the quota waits for what dead runs left behind to be deleted."""
+
 PROXY_VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -44,10 +54,7 @@ class PrimeTunnel(Tunnel):
         config = config or PrimeTunnelConfig()
         super().__init__(config.policy, config.mark)
         self.config = config
-        try:
-            api_key = prime_tunnel.Config().api_key
-        except ValueError as error:  # PRIME_CONTEXT names a profile that is not there
-            raise TunnelError(f"the Prime profile cannot be read: {error}") from error
+        api_key = Account.current().api_key
         if not api_key:
             raise TunnelLimitError("no Prime credentials: set PRIME_API_KEY or run `prime login`")
         if api_key != api_key.strip() or not (api_key.isascii() and api_key.isprintable()):
@@ -63,6 +70,14 @@ class PrimeTunnel(Tunnel):
             )
         install_log_handler()
         self._client: _Client | None = None
+        self._starting: _Client | None = None
+        self._reaper: Reaper | None = None
+        self._reaping: asyncio.Task[None] | None = None
+
+    @property
+    def queued(self) -> bool:
+        """See `Tunnel.queued`."""
+        return self._starting is not None and self._starting.waits_to_create
 
     async def _connect(self, port: int) -> TunnelClient:
         if found := [name for name in PROXY_VARIABLES if os.environ.get(name)]:
@@ -72,20 +87,43 @@ class PrimeTunnel(Tunnel):
             await asyncio.to_thread(get_frpc_path)
         except (prime_tunnel.TunnelError, OSError) as error:
             raise TunnelError(f"frpc cannot be installed: {error}") from error
+        account = Account.current()
+        self._reaper = Reaper(account, account.directory, self.config.deletes_per_minute)
+        self._reaping = asyncio.create_task(self._reaper.run(), name="end what dead runs left behind")
+        try:
+            try:
+                self._client = await self._register_persistently(port, account)
+            except TunnelLimitError:
+                if not await self._quota_was_freed():
+                    raise
+                self._client = await self._register_persistently(port, account)
+        except BaseException:
+            await run_to_end(cancel_and_wait(self._reaping))
+            raise
+        return self._client
+
+    async def _register_persistently(self, port: int, account: Account) -> "_Client":
         for attempt in range(REGISTER_TRIES):
             try:
-                self._client = await self._register(port)
-                return self._client
+                return await self._register(port, account)
             except TunnelLimitError:
                 raise
             except TunnelError as error:
                 if attempt == REGISTER_TRIES - 1:
                     raise
                 logger.warning("no tunnel yet, trying again: %s", error)
-            await asyncio.sleep(self.policy.restart_backoff * 2**attempt)
+            # Jittered, for many start at once and are refused at once.
+            await asyncio.sleep(self.policy.restart_backoff * 2**attempt * random.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
 
-    async def _register(self, port: int) -> "_Client":
+    async def _quota_was_freed(self) -> bool:
+        """Whether there were registrations of dead runs, which may have filled the quota and are deleted by now."""
+        assert self._reaper is not None
+        assert self._reaping is not None
+        await asyncio.wait([self._reaping], timeout=REAPING_TIMEOUT)
+        return self._reaper.found > 0
+
+    async def _register(self, port: int, account: Account) -> "_Client":
         # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection.
         label = f"interception-{secrets.token_hex(8)}"
         sdk = prime_tunnel.Tunnel(
@@ -96,9 +134,9 @@ class PrimeTunnel(Tunnel):
             labels=[label, *self.config.labels],
             connection_timeout=self.config.connection_timeout,
         )
-        client = _Client(sdk, label, self.config.stop_timeout)
+        client = self._starting = _Client(sdk, label, self.config, account)
         _live.add(client)
-        starting = protected(sdk.start())
+        starting = protected(client.start())
         try:
             await asyncio.wait([starting])
         except asyncio.CancelledError:
@@ -107,11 +145,11 @@ class PrimeTunnel(Tunnel):
         try:
             starting.result()
         except prime_tunnel.TunnelAuthError as error:
+            await run_to_end(client.finish(clean=True))
             raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
         except Exception as error:
             # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
-            await run_to_end(client.delete_registrations())
-            _live.discard(client)
+            await run_to_end(client.discard())
             if isinstance(invalid := error.__cause__, ValidationError):
                 # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
                 raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
@@ -123,6 +161,8 @@ class PrimeTunnel(Tunnel):
 
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
+        if self._reaping is not None:
+            await cancel_and_wait(self._reaping)  # what it has not done stays on record
         if client is not None:
             await client.stop()
 
@@ -141,10 +181,38 @@ class _Client:
 
     program = "frpc"
 
-    def __init__(self, sdk: "prime_tunnel.Tunnel", label: str, stop_timeout: float) -> None:
+    def __init__(self, sdk: "prime_tunnel.Tunnel", label: str, config: PrimeTunnelConfig, account: Account) -> None:
+        directory = account.directory
         self.sdk = sdk
         self._label = label
-        self._stop_timeout = stop_timeout
+        self._stop_timeout = config.stop_timeout
+        self._record = record = Record(
+            directory,
+            Entry(
+                label=label,
+                config_dir=str(Path.home() / ".prime" / "tunnels"),
+                place=Place.here(),
+                owner=Running.of(os.getpid()),
+            ),
+        )
+        self._api = PacedApi(
+            account,
+            pace.creates(directory, config.creates_per_minute),
+            pace.deletes(directory, config.deletes_per_minute),
+            # On record first: a create that its owner did not live to see answered is found by the label.
+            before_create=lambda: record.write(asked_at=time.time()),
+        )
+        self._team_id = config.team_id if config.team_id is not None else self._api.config.team_id
+        record.entry.team_id = self._team_id
+        sidecar.hold(account, directory, config.deletes_per_minute)
+        self._put_on_record()
+
+    async def start(self) -> None:
+        if hasattr(self.sdk, "_client"):
+            self.sdk._client = self._api
+        else:
+            await self._api.may_create()
+        await self.sdk.start()
 
     @property
     def url(self) -> str | None:
@@ -155,6 +223,10 @@ class _Client:
     def is_running(self) -> bool:
         running: bool = self.sdk.is_running
         return running
+
+    @property
+    def waits_to_create(self) -> bool:
+        return self._api.waits_to_create
 
     async def restart(self) -> str:
         old = self._process
@@ -199,13 +271,13 @@ class _Client:
         # Over TCP frpc does nothing at SIGTERM that it would not at SIGKILL, and the SDK waits 5 s for one that hangs.
         if self._process is not None:
             await _end(self._process)
+        if hasattr(self.sdk, "_tunnel_info"):
+            self.sdk._tunnel_info = None  # sync_stop would delete it unpaced, and swallow a delete that failed
         with contextlib.suppress(TimeoutError):  # what is left then is named below
             async with asyncio.timeout_at(deadline):
                 await asyncio.to_thread(self.sdk.sync_stop)  # blocks
         self._remove_config_file()
-        # sync_stop swallows a delete that failed.
-        await self.delete_registrations(deadline, known)
-        _live.discard(self)
+        await self.discard(deadline, known)
 
     def stop_at_exit(self) -> None:
         """What can still be done when the interpreter ends and nobody stopped it."""
@@ -215,10 +287,12 @@ class _Client:
             self.sdk.sync_stop()
         self._remove_config_file()
 
-    async def abandon(self, starting: "asyncio.Task[str]") -> None:
+    async def abandon(self, starting: "asyncio.Task[None]") -> None:
         """Be rid of a tunnel whose start is no longer wanted."""
         # A create in flight is never cancelled: the registration could be made without our learning its id.
         while not starting.done() and self.sdk.tunnel_id is None:
+            if self._api.waits_to_create:
+                starting.cancel()
             await asyncio.wait([starting], timeout=0.02)
         known = self.sdk.tunnel_id
         if self._process is not None:
@@ -232,47 +306,40 @@ class _Client:
             await self.stop()
         else:
             self._remove_config_file()
-            await self.delete_registrations(known=known)
-            _live.discard(self)
+            await self.discard(known=known)
 
-    async def delete_registrations(self, deadline: float | None = None, known: str | None = None) -> None:
-        """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log.
-
-        `known` is the id of one of them, for the log alone.
+    async def discard(self, deadline: float | None = None, known: str | None = None) -> None:
+        """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log, and left
+        on record. `known` is the id of one of them.
         """
-        left = [known] if known else []
-        reason = f"no answer within {self._stop_timeout:g} s"
+        deletion = Deletion(self._api, self._label, self._team_id, known)
+        deletion.reason = f"no answer within {self._stop_timeout:g} s"
+        clean = self._record.entry.asked_at == 0  # then there is nothing
         try:
-            async with asyncio.timeout_at(deadline or self._deadline()), self._api as api:
-                for wait in (0.2, 1.0, 3.0, None):
-                    try:
-                        records = await api.list_tunnels(labels=[self._label], team_id=self.sdk.team_id)
-                        left = [
-                            record.tunnel_id
-                            for record in records
-                            # Filtered here as well: a service that ignored the label would have us delete it all.
-                            if self._label in record.labels and (record.status or "").lower() not in TERMINAL
-                        ]
-                        while left:
-                            await api.delete_tunnel(left[0])
-                            left.pop(0)
-                        return
-                    except prime_tunnel.TunnelAuthError:
-                        raise
-                    except prime_tunnel.TunnelError as error:
-                        reason = str(error)
-                    if wait is not None:
-                        await asyncio.sleep(wait)
+            async with asyncio.timeout_at(deadline or self._deadline()), self._api:
+                clean = clean or await deletion.run()
         except TimeoutError:
             pass
-        except Exception as error:  # noqa: BLE001 - teardown goes on whatever the API answers
-            reason = f"{type(error).__name__}: {error}"
-        logger.error(
-            "the registrations labelled %s may be left behind (%s): %s",
-            self._label,
-            ", ".join(left) or "unknown",
-            reason,
-        )
+        except Exception as error:  # noqa: BLE001 - teardown goes on whatever happens
+            deletion.reason = f"{type(error).__name__}: {error}"
+        if not clean:
+            logger.error(
+                "the registrations labelled %s may be left behind (%s), for the next tunnel that starts to delete: %s",
+                self._label,
+                ", ".join(deletion.left) or "unknown",
+                deletion.reason,
+            )
+        await self.finish(clean)
+
+    async def finish(self, clean: bool) -> None:
+        """The end, after which only what is left is on record."""
+        if clean:
+            self._record.remove()
+        else:
+            self._record.let_go()
+        vars(self.sdk).pop("_start_output_reader", None)
+        _live.discard(self)
+        await sidecar.release()
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._stop_timeout
@@ -283,10 +350,20 @@ class _Client:
     def _process(self) -> "subprocess.Popen[str] | None":
         return getattr(self.sdk, "_process", None)
 
-    @property
-    def _api(self) -> "prime_tunnel.TunnelClient":
-        # sync_stop leaves the SDK's own client open, and another one costs a TLS set-up on the event loop.
-        return getattr(self.sdk, "_client", None) or prime_tunnel.TunnelClient()
+    def _put_on_record(self) -> None:
+        """Have each frpc recorded as soon as it runs, also those that the SDK restarts of its own accord."""
+        sdk, record, read_output = self.sdk, self._record, getattr(self.sdk, "_start_output_reader", None)
+        if read_output is None:
+            return  # a reaper finds it by its command line
+
+        def started(process: "subprocess.Popen[str]") -> None:
+            file: Path | None = getattr(sdk, "_config_file", None)
+            record.write(
+                tunnel_id=sdk.tunnel_id, client=Running.of(process.pid), config_file=None if file is None else str(file)
+            )
+            read_output(process)
+
+        sdk._start_output_reader = started
 
     def _remove_config_file(self) -> None:
         """It holds the tunnel's token. The SDK removes it last, and so not at all if it was stopped before that."""
@@ -297,6 +374,7 @@ class _Client:
 
 
 _live: "weakref.WeakSet[_Client]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_live.clear)  # they are the parent's
 
 
 @atexit.register

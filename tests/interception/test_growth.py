@@ -1,4 +1,4 @@
-"""The elastic pool under load and loss: starts that fail, hang or wait, bounds, idle servers, what it says of itself."""
+"""The elastic pool under load and loss: starts that fail, hang or wait, bounds, idle servers, and what it says."""
 
 import asyncio
 import logging
@@ -13,6 +13,7 @@ from interception import (
     ElasticInterceptionPool,
     ElasticInterceptionPoolConfig,
     InterceptionServer,
+    RolloutSession,
     StaticInterceptionPool,
     StaticInterceptionPoolConfig,
 )
@@ -171,6 +172,43 @@ class TestStartsThatFail:
                     await rollout.task
             await left(*rollouts[:4])
 
+    async def test_a_spent_quota_is_not_asked_again_for_each_of_those_who_can_be_served_in_turn(self) -> None:
+        refused = [FakeMember(error=TunnelLimitError(QUOTA)) for _ in range(50)]
+        members = FakeMembers(FakeMember(), *refused)
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            rollouts = [Rollout(pool) for _ in range(20)]
+            await until(lambda: rollouts[-1].task.done())
+            await settle()
+            assert len(members.made) == 2
+            for rollout in rollouts[:-1]:
+                await seated(rollout)
+                await rollout.leave()
+            with pytest.raises(TunnelLimitError, match="maximum number of tunnels"):
+                await rollouts[-1].task
+
+    async def test_a_quota_without_a_server_fails_all_at_once(self) -> None:
+        members = FakeMembers(*(FakeMember(error=TunnelLimitError(QUOTA)) for _ in range(50)))
+        async with elastic(members, multiplex=1, max_servers=1, min_servers=0) as pool:
+            rollouts = [Rollout(pool) for _ in range(20)]
+            for rollout in rollouts:
+                with pytest.raises(TunnelLimitError, match="maximum number of tunnels"):
+                    await rollout.task
+            assert len(members.made) == 1
+
+    async def test_a_start_that_is_cancelled_from_within_is_a_failed_start(self) -> None:
+        class Cancelled(FakeMember):
+            async def start(self) -> None:
+                raise asyncio.CancelledError
+
+        members = FakeMembers(Cancelled(), FakeMember(), Cancelled())
+        async with elastic(members, multiplex=1) as pool:
+            assert pool.servers == []
+            first = Rollout(pool)
+            await seated(first)
+            with pytest.raises(TunnelError, match="cancelled from within"):
+                await Rollout(pool).task
+            await first.leave()
+
     async def test_a_server_that_does_not_serve_takes_those_for_whom_none_can_be_started(self) -> None:
         silent = FakeMember()
         async with elastic(FakeMembers(silent, *(blip() for _ in range(3)))) as pool:
@@ -196,6 +234,21 @@ class TestStartsThatFail:
             await seated(*rollouts)
             await left(*rollouts[1:])
 
+    async def test_one_that_is_lost_while_it_starts_is_a_failed_start(self) -> None:
+        class Doomed(FakeMember):
+            async def start(self) -> None:
+                await super().start()
+                self.set_gone("deleted at once")
+
+        members = FakeMembers(FakeMember(), Doomed(), Doomed(), Doomed())
+        async with elastic(members, multiplex=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            with pytest.raises(TunnelError, match="lost while it started"):
+                await Rollout(pool).task
+            assert [member.stops for member in members] == [0, 1, 1, 1]
+            await holder.leave()
+
 
 class TestStartsThatHang:
     async def test_another_is_begun_in_its_stead(self) -> None:
@@ -219,6 +272,16 @@ class TestStartsThatHang:
         async with elastic(members, start_patience=0.01) as pool:
             assert [server is members.made[1] for server in pool.servers] == [True]
             assert not hung.running
+        assert (hung.stops, members.running) == (1, 0)
+        await until(lambda: not other_tasks())
+
+    async def test_a_limit_beside_a_warm_up_that_hangs_is_raised_from_start(self) -> None:
+        hung, refused = FakeMember(held=True), FakeMember(error=TunnelLimitError(QUOTA))
+        members = FakeMembers(hung, refused)
+        pool = elastic(members, start_patience=0.01)
+        with pytest.raises(TunnelLimitError, match="maximum number of tunnels"):
+            await pool.start()
+        assert len(members.made) == 2
         assert (hung.stops, members.running) == (1, 0)
         await until(lambda: not other_tasks())
 
@@ -275,13 +338,13 @@ class TestBounds:
             await waiter.leave()
 
     async def test_a_failed_start_at_the_bound_is_replaced_for_those_who_still_wait(self) -> None:
-        members = FakeMembers(FakeMember(error=TunnelLimitError(QUOTA), held=True))
-        pool = elastic(members, multiplex=1, max_servers=1, min_servers=0)
+        members = FakeMembers(FakeMember(error=TunnelError("a blip"), held=True))
+        pool = elastic(members, multiplex=1, max_servers=1, min_servers=0, start_tries=1)
         async with pool:
             rollouts = [Rollout(pool), Rollout(pool)]
             await until(lambda: members.made and members.made[0].starts)
             members.made[0].may_start.set()
-            with pytest.raises(TunnelLimitError):
+            with pytest.raises(TunnelError, match="a blip"):
                 await rollouts[1].task
             await seated(rollouts[0])
             await rollouts[0].leave()
@@ -295,7 +358,7 @@ class TestBounds:
                     pass
             text = str(raised.value)
             assert "no slot within 0.01 s" in text
-            assert "1 servers (1 serving), 1 of 1 slots in use, 1 waiting" in text
+            assert "1 server (1 serving), 1 of 1 slots in use, 1 waiting" in text
             assert "max_servers is 1" in text
             assert isinstance(raised.value, TunnelError)
             assert isinstance(raised.value, TimeoutError)
@@ -319,6 +382,14 @@ class TestBounds:
             await seated(late)
             assert members.loads == [1, 1]
             await left(holder, late)
+
+    @pytest.mark.parametrize("timeout", ["5", -1, float("nan")])
+    async def test_a_timeout_that_is_none_is_refused_and_takes_no_slot(self, timeout: Any) -> None:
+        async with elastic(FakeMembers(), multiplex=1, max_servers=1) as pool:
+            with pytest.raises((TypeError, ValueError)):
+                async with pool.acquire(new_session(), timeout=timeout):
+                    pass
+            assert (pool.stats().waiting, pool.stats().in_use) == (0, 0)
 
     async def test_one_seated_in_time_is_left_alone_when_its_time_is_up(self) -> None:
         async with elastic(FakeMembers()) as pool, pool.acquire(new_session(), timeout=0.001):
@@ -418,6 +489,16 @@ class TestIdleServers:
         assert (old.running, old.stops) == (False, 1)
         await until(lambda: not other_tasks())
 
+    async def test_a_rollout_that_leaves_after_the_stop_leaves_no_trace(self) -> None:
+        members = FakeMembers()
+        pool = elastic(members, idle_timeout=0.01)
+        await pool.start()
+        rollout = Rollout(pool)
+        await seated(rollout)
+        await pool.stop()
+        await rollout.leave()
+        assert pool._idle_since == {}
+
     async def test_never_where_it_is_none(self) -> None:
         members = FakeMembers()
         async with elastic(members, multiplex=1, idle_timeout=None) as pool:
@@ -486,8 +567,140 @@ class TestWhatItSays:
             assert rollout.slot.state_secret not in said
             await rollout.leave()
 
+    async def test_it_is_one_line_whatever_an_error_says(self) -> None:
+        members = FakeMembers(FakeMember(), *(blip("line\n" * 1000) for _ in range(3)), *(blip("") for _ in range(3)))
+        async with elastic(members, multiplex=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            with pytest.raises(TunnelError):
+                await Rollout(pool).task
+            assert len(repr(pool)) < 600
+            assert "\n" not in repr(pool)
+            with pytest.raises(TunnelError, match="TunnelError"):
+                await Rollout(pool).task
+            assert "the last: TunnelError" in repr(pool)
+            await holder.leave()
+
+    async def test_what_waits_for_the_creation_limit_is_told_to_whoever_waits_too_long(self) -> None:
+        queued = FakeMember(held=True)
+        queued.queued = True  # type: ignore[attr-defined]
+        async with elastic(FakeMembers(FakeMember(), queued), multiplex=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            waiter = Rollout(pool)
+            await until(lambda: queued.starts)
+            with pytest.raises(AcquireTimeoutError, match="1 of them wait for their turn within the creation limit"):
+                async with pool.acquire(new_session(), timeout=0.001):
+                    pass
+            await holder.leave()
+            await seated(waiter)
+            await waiter.leave()
+
     def test_a_pool_has_a_repr_outside_of_any_loop(self) -> None:
         assert repr(ElasticInterceptionPool()) == "<ElasticInterceptionPool 0 servers (0 serving), 0 of 0 slots in use>"
+
+
+class TestOddOnes:
+    """Sessions and servers of other frameworks that do not keep to what is asked of them."""
+
+    async def test_a_session_that_cannot_be_registered_takes_nobodys_place(self) -> None:
+        class Picky(FakeMember):
+            def register(self, session: RolloutSession) -> tuple[str, str]:
+                if session.id == "odd":
+                    raise LookupError("not this one")
+                return super().register(session)
+
+        async with elastic(FakeMembers(Picky()), multiplex=1, max_servers=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            odd, next_one = Rollout(pool, new_session(id="odd")), Rollout(pool)
+            await settle()
+            await holder.leave()
+            await seated(next_one)
+            with pytest.raises(LookupError, match="not this one"):
+                await odd.task
+            await next_one.leave()
+
+    async def test_a_used_session_is_refused_before_it_waits(self) -> None:
+        async with elastic(FakeMembers(), multiplex=1, max_servers=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            used = new_session()
+            used.registered = True
+            with pytest.raises(ValueError, match="used already"):
+                async with pool.acquire(used):
+                    pass
+            await holder.leave()
+
+    async def test_a_lost_server_that_has_no_url_any_more_is_retired_all_the_same(self) -> None:
+        class Nameless(FakeMember):
+            @property
+            def base_url(self) -> str:
+                if not self.healthy:
+                    raise RuntimeError("no URL")
+                return "http://nameless"
+
+            @base_url.setter
+            def base_url(self, url: str) -> None: ...
+
+        lost = Nameless()
+        members = FakeMembers(lost)
+        async with elastic(members, multiplex=1, max_servers=1) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            waiter = Rollout(pool)
+            await settle()
+            lost.set_gone()
+            await seated(waiter)
+            with pytest.raises(TunnelError):
+                await holder.leave()
+            await until(lambda: lost.stops == 1)
+            await waiter.leave()
+
+    async def test_one_that_fails_to_unregister_does_not_keep_the_slot(self) -> None:
+        class Failing(FakeMember):
+            def unregister(self, model_secret: str, state_secret: str) -> None:
+                super().unregister(model_secret, state_secret)
+                raise LookupError("a defect")
+
+        async with elastic(FakeMembers(Failing()), multiplex=1, max_servers=1) as pool:
+            holder, waiter = Rollout(pool), Rollout(pool)
+            await seated(holder)
+            with pytest.raises(LookupError):
+                await holder.leave()
+            await seated(waiter)
+            with pytest.raises(LookupError):
+                await waiter.leave()
+
+    async def test_one_whose_stop_hangs_does_not_hang_the_pool(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("interception.pool.STOP_TIMEOUT", 0.01)
+        async with elastic(FakeMembers(FakeMember(stop_held=True))):
+            pass
+        assert "could not be stopped" in caplog.text
+
+    async def test_one_that_makes_an_error_of_its_cancellation_is_not_tried_again_by_a_stop(self) -> None:
+        class Stubborn(FakeMember):
+            async def start(self) -> None:
+                try:
+                    await super().start()
+                except asyncio.CancelledError:
+                    raise TunnelError("was cancelled") from None
+
+        members = FakeMembers(FakeMember(), Stubborn(held=True))
+        pool = elastic(members, multiplex=1, min_servers=2, start_backoff=FOREVER)
+        await pool.start()
+        await until(lambda: members.made[1].starts)
+        await pool.stop()
+        assert len(members.made) == 2
+        await until(lambda: not other_tasks())
+
+    async def test_a_tunnel_state_that_is_a_word_is_shown(self) -> None:
+        member = FakeMember()
+        member.tunnel = type("OtherTunnel", (), {"state": "connected"})()  # type: ignore[attr-defined]
+        async with elastic(FakeMembers(member)) as pool:
+            assert pool.stats().servers[0].state == "connected"
 
 
 @pytest.mark.parametrize(

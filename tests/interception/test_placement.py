@@ -1,12 +1,19 @@
 """Which server takes a rollout: the decision by tables, and its promises by hypothesis."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interception.placement import Plan, ServerView, counted_on, idle_too_long, place
+from interception.placement import Plan, counted_on, idle_too_long, place
+
+
+@dataclass(frozen=True)
+class ServerView:
+    load: int
+    serving: bool
 
 
 def serving(*loads: int) -> list[ServerView]:
@@ -194,27 +201,37 @@ def test_each_goes_to_the_least_loaded_of_its_kind(
 
 
 @pytest.mark.parametrize(
-    ("ages", "counted"),
+    ("ages", "finished", "usual", "counted"),
     [
-        pytest.param([], 0, id="none"),
-        pytest.param([1.0, 4.9], 2, id="young"),
-        pytest.param([9.0], 0, id="one that hangs"),
-        pytest.param([9.0, 9.0], 0, id="its replacement hangs, too"),
-        pytest.param([9.0, 9.0, 9.0], 1, id="three: two are replaced"),
-        pytest.param([9.0] * 3 + [1.0] * 29, 29, id="one in ten hangs"),
-        pytest.param([9.0] * 32, 24, id="all are slow: only a quarter is replaced"),
+        pytest.param([], 0, 1.5, 0, id="none"),
+        pytest.param([1.0, 1.4], 0, 1.5, 2, id="young"),
+        pytest.param([1.6], 0, 1.5, 0, id="one that takes longer than usual"),
+        pytest.param([1.6], 0, None, 1, id="one of which nobody knows how long it takes"),
+        pytest.param([5.1], 0, None, 0, id="one that takes too long for anything"),
+        pytest.param([9.0, 9.0], 0, 1.5, 0, id="its replacement hangs, too"),
+        pytest.param([1.6] * 3, 29, 1.5, 0, id="one in ten hangs, the others are through"),
+        pytest.param([1.6] * 32, 0, 1.5, 30, id="all are slow: two are tried"),
+        pytest.param([1.6] * 20, 12, 1.5, 18, id="a third is through: still slow"),
+        pytest.param([1.6] * 16, 16, 1.5, 8, id="half are through: a quarter of all is replaced"),
+        pytest.param([9.0] * 32, 0, 1.5, 24, id="all hang: a quarter is replaced"),
+        pytest.param([9.0] * 32, 8, 1.5, 16, id="all hang, and the replacements are through: twice as many"),
+        pytest.param([9.0] * 32, 16, 1.5, 0, id="and twice as many"),
     ],
 )
-def test_starts_that_take_too_long_are_counted_on_no_more(ages: list[float], counted: int) -> None:
-    assert counted_on(ages, patience=5.0) == counted
+def test_starts_that_take_too_long_are_counted_on_no_more(
+    ages: list[float], finished: int, usual: float | None, counted: int
+) -> None:
+    assert counted_on(ages, finished=finished, usual=usual, patience=5.0) == counted
 
 
 @unhurried
-@given(st.lists(st.floats(0, 100), max_size=80), st.floats(0.1, 50))
-def test_none_is_replaced_that_is_in_time_and_at_most_a_quarter_or_two(ages: list[float], patience: float) -> None:
-    replaced = len(ages) - counted_on(ages, patience)
-    assert 0 <= replaced <= sum(age > patience for age in ages)
-    assert replaced <= max(2, len(ages) / 4 + 1)
+@given(st.lists(st.floats(0, 100), max_size=80), st.integers(0, 99), st.none() | st.floats(0.1, 50), st.floats(0.1, 50))
+def test_none_is_replaced_that_is_in_time_and_few_while_few_are_through(
+    ages: list[float], finished: int, usual: float | None, patience: float
+) -> None:
+    replaced = len(ages) - counted_on(ages, finished=finished, usual=usual, patience=patience)
+    assert 0 <= replaced <= sum(age > min(usual or patience, patience) for age in ages)
+    assert replaced <= max(2, (len(ages) + finished) / 4 + 1, 2 * finished)
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def tunnels(monkeypatch: pytest.MonkeyPatch) -> FakeTunnels:
     return tunnels
 
 
-def elastic(members: FakeMembers, multiplex: int = 2) -> ElasticInterceptionPool:
+def elastic(members: FakeMembers, multiplex: int = 2, start_tries: int = 1) -> ElasticInterceptionPool:
     """A start that fails is not tried again here; how it is, is in `test_growth`."""
-    config = ElasticInterceptionPoolConfig(multiplex=multiplex, start_tries=1)
+    config = ElasticInterceptionPoolConfig(multiplex=multiplex, start_tries=start_tries, start_backoff=0.001)
     return ElasticInterceptionPool(config, server_factory=members)
 
 
@@ -409,7 +409,7 @@ class TestLostServer:
     async def test_one_that_is_lost_while_it_starts_is_replaced_for_those_who_wait(self) -> None:
         stillborn = FakeMember(held=True)
         members = FakeMembers(FakeMember(), stillborn)
-        async with elastic(members, multiplex=1) as pool:
+        async with elastic(members, multiplex=1, start_tries=2) as pool:
             holder = Rollout(pool)
             await seated(holder)
             waiter = Rollout(pool)
@@ -710,7 +710,7 @@ class TestCancelledAcquire:
             assert members.loads == [0, 0]
 
     @pytest.mark.parametrize("seed", range(4))
-    async def test_two_hundred_at_random_never_exceed_multiplex_and_leave_nothing(self, seed: int) -> None:
+    async def test_five_hundred_at_random_never_exceed_multiplex_and_leave_nothing(self, seed: int) -> None:
         chance = random.Random(seed)
         members = FakeMembers()
         pool = elastic(members, multiplex=3)
@@ -725,7 +725,7 @@ class TestCancelledAcquire:
 
         running: set[asyncio.Task[None]] = set()
         ended: list[asyncio.Task[None]] = []
-        for _ in range(200):
+        for _ in range(500):
             task = asyncio.create_task(rollout())
             running.add(task)
             if chance.random() < 0.4:
@@ -740,7 +740,7 @@ class TestCancelledAcquire:
         ended += running
         failures = [task.exception() for task in ended if not task.cancelled() and task.exception()]
         assert failures == []
-        assert len(ended) == 200
+        assert len(ended) == 500
         assert members.loads == [0] * len(members.made)
         assert max(member.peak for member in members) <= 3
         async with asyncio.timeout(20):
@@ -752,6 +752,30 @@ class TestCancelledAcquire:
 
 
 class TestStaticPool:
+    async def test_one_lost_while_others_start_is_the_reason_told(self) -> None:
+        lost, slow = FakeMember(), FakeMember(held=True)
+        members = FakeMembers(lost, slow)
+        pool = static(members, 2)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: lost.running and slow.starts)
+        lost.set_gone()
+        slow.may_start.set()
+        with pytest.raises(TunnelError, match="lost while the pool started"):
+            await starting
+        assert members.running == 0
+        await until(lambda: not other_tasks())
+
+    async def test_stop_does_not_wait_for_a_start_that_hangs(self) -> None:
+        members = FakeMembers(FakeMember(), FakeMember(held=True))
+        pool = static(members, 2)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: members.made and members.made[1].starts)
+        await pool.stop()
+        with pytest.raises(TunnelError, match="stopped while it started"):
+            await starting
+        assert members.running == 0
+        await until(lambda: not other_tasks())
+
     async def test_all_servers_are_started_side_by_side(self) -> None:
         members = FakeMembers(*(FakeMember(held=True) for _ in range(3)))
         pool = static(members)

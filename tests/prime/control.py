@@ -40,6 +40,7 @@ class ControlApi:
         self.after_delay: dict[str, float] = {}
         self.status: dict[str, Answer] = {}
         self.drop: set[str] = set()
+        self.quota: int | None = None
 
     @property
     def url(self) -> str:
@@ -81,6 +82,7 @@ class ControlApi:
     async def _faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         method = request.method
         self.calls[method] += 1
+        await request.read()  # all of it: what comes after is done though the client be gone
         await asyncio.sleep(self.delay.get(method, 0))
         if request.headers.get("Authorization") != f"Bearer {API_KEY}":
             return web.json_response({"detail": "unauthorized"}, status=401)
@@ -94,6 +96,8 @@ class ControlApi:
         return response
 
     async def _create(self, request: web.Request) -> web.Response:
+        if self.quota is not None and sum(not r.terminal for r in self._registrations.values()) >= self.quota:
+            return web.json_response({"detail": f"maximum number of tunnels reached ({self.quota})"}, status=400)
         body = await request.json()
         count = len(self.created)
         tunnel_id = f"t-{secrets.token_hex(6)}"

@@ -83,6 +83,7 @@ class FakePrime:
         no_proxy = "127.0.0.1,localhost"
         return {
             "HOME": str(self.home),
+            "XDG_STATE_HOME": str(self.home / "state"),
             "PRIME_API_KEY": API_KEY,
             "PRIME_API_BASE_URL": self._api.url,
             "PRIME_CONTEXT": "",  # a developer's own profile would be looked for in this home
@@ -189,6 +190,10 @@ class FakePrime:
     def refuse_creates(self, status: int, detail: str) -> None:
         """Until ``api_status.pop("POST")``. A quota is 400 with "maximum number of tunnels reached"."""
         self.api_status["POST"] = (status, {"detail": detail}, {})
+
+    def limit_tunnels(self, quota: int | None) -> None:
+        """Creates are refused while so many tunnels are neither expired nor terminated."""
+        self._api.quota = quota
 
     def api_down(self) -> None:
         """Connections to the API are refused; those there are, are cut."""

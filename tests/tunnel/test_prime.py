@@ -18,6 +18,7 @@ import pytest
 
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
+from tests.prime.owner import records, sidecars
 from tunnel import (
     HEALTH_PATH,
     Gone,
@@ -64,6 +65,7 @@ async def _nothing_is_left(service: FakePrime) -> AsyncIterator[None]:
     assert service.frpc_pids() == []
     assert service.config_files() == []
     await until(lambda: asyncio.all_tasks() - mine <= {asyncio.current_task()})
+    assert sidecars(os.getpid()) == []
 
 
 @pytest.fixture
@@ -692,6 +694,60 @@ class TestStopping:
             kill_frpc(service)
             await until(lambda: tunnel.gone is not None)
         assert service.deletes == service.created
+
+
+class TestPace:
+    async def test_creates_beyond_the_limit_wait_and_take_nothing_along_when_they_are_cancelled(
+        self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with Watched(creates_per_minute=2).expose(local.port), Watched(creates_per_minute=2).expose(local.port):
+            tunnels = [Watched(creates_per_minute=2) for _ in range(3)]
+            waiting = [asyncio.ensure_future(tunnel.expose(local.port).__aenter__()) for tunnel in tunnels]
+            await until(lambda: "creates of tunnels wait" in caplog.text)
+            await until(lambda: all(tunnel.queued for tunnel in tunnels))
+            listed = service.api_calls("GET")
+            for times, task in enumerate(waiting, 1):
+                await cancel(task, min(times, 2))
+            assert not any(tunnel.queued for tunnel in tunnels)
+            assert service.api_calls("POST") == 2
+            assert service.api_calls("GET") <= listed + 2, "the keepalives' own"
+            assert len(records(service)) == 2
+        assert caplog.text.count("creates of tunnels wait") == 1
+
+    async def test_creates_that_the_sdk_repeats_count_too(
+        self, service: FakePrime, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        service.api_drop.add("POST")
+        starting = asyncio.ensure_future(Watched(creates_per_minute=2).expose(1).__aenter__())
+        await until(lambda: "creates of tunnels wait" in caplog.text)
+        assert service.api_calls("POST") == 2
+        await cancel(starting, 2)
+        assert service.api_calls("POST") == 2
+        assert sorted(service.deletes) == sorted(service.created)
+
+    async def test_a_delete_whose_turn_does_not_come_in_time_is_named_and_left_to_the_next_start(
+        self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for _ in range(2):
+            async with Watched(deletes_per_minute=1, stop_timeout=2.0).expose(local.port):
+                pass
+        first, second = service.created
+        assert service.deletes == [first]
+        assert re.search(rf"may be left behind \({second}\)", caplog.text)
+        assert service.config_files() == []
+        async with Watched(deletes_per_minute=None).expose(local.port):
+            await until(lambda: second in service.deletes and len(records(service)) == 1)
+        assert records(service) == []
+
+    async def test_without_limits_of_ours_nothing_is_counted(self, service: FakePrime, local: Switch) -> None:
+        async with Watched(creates_per_minute=None, deletes_per_minute=None).expose(local.port):
+            pass
+        assert list(service.home.glob("state/*/*/*.sqlite")) == []
+
+    @pytest.mark.parametrize("setting", ["creates_per_minute", "deletes_per_minute"])
+    def test_a_limit_of_nothing_is_refused(self, setting: str) -> None:
+        with pytest.raises(ValueError, match=setting):
+            PrimeTunnelConfig.model_validate({setting: 0})
 
 
 class TestLogs:
