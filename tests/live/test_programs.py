@@ -161,7 +161,8 @@ class TestLocaltunnel:
                 assert url == f"http://interception.localhost:{port}"
                 assert [await get(url) for _ in range(5)] == [200] * 5
                 await self.kill_client(tunnel)
-                await until(lambda: restarted(tunnel) or tunnel.gone, LONG)
+                # Whether that serves then is the server's affair: npm's sometimes answers 404 for a name taken anew.
+                await until(lambda: tunnel.counters.restarts or tunnel.gone, LONG)
                 assert tunnel.gone is None or isinstance(tunnel.gone, UrlChangedError)
 
     async def test_another_name_after_a_restart_is_gone_and_says_which(self, port: int, local: Switch) -> None:
