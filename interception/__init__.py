@@ -1,5 +1,7 @@
 """Interception of model calls: servers that catch and record them, and pools that spread rollouts over healthy ones."""
 
+from typing import TYPE_CHECKING, Any
+
 from interception.base import (
     CALL_ID_HEADER,
     STATE_ROUTE_HEADER,
@@ -27,6 +29,9 @@ from interception.stats import PoolStats, ServerStats, StartStats
 from interception.trace import Attempt, Trace, Turn
 from interception.usage import Usage
 
+if TYPE_CHECKING:
+    from interception.state_client import StateClient, StateConflictError, StateError
+
 __all__ = [
     "CALL_ID_HEADER",
     "STATE_ROUTE_HEADER",
@@ -49,6 +54,9 @@ __all__ = [
     "ServingPolicy",
     "Slot",
     "StartStats",
+    "StateClient",
+    "StateConflictError",
+    "StateError",
     "StaticInterceptionPool",
     "StaticInterceptionPoolConfig",
     "StopRollout",
@@ -58,3 +66,14 @@ __all__ = [
     "Usage",
     "make_interception",
 ]
+
+_LAZY = ("StateClient", "StateConflictError", "StateError")
+
+
+def __getattr__(name: str) -> Any:
+    """The client of the state channel is for tool servers, and is loaded when it is asked for."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module("interception.state_client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

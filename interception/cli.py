@@ -2,36 +2,56 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import asdict
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import typer
 from pydantic import SecretStr, ValidationError
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from interception.base import Slot
 from interception.session import RolloutSession, Upstream
+from interception.settings import PREFIX, TUNNELS, Settings, SettingsError
 from interception.trace import Trace, Turn
-from tunnel import PrimeTunnelConfig, SshTunnelConfig, TunnelConfig, TunnelError
+from tunnel import TunnelConfig, TunnelError
 
 T = TypeVar("T")
 
 UPSTREAM_API_KEY = "UPSTREAM_API_KEY"
 
+
+class DemoTunnel(StrEnum):
+    """What the demo can run on."""
+
+    ssh = "ssh"
+    prime = "prime"
+    none = "none"
+
+
 app = typer.Typer(
     name="interception",
     help="Catch the model calls of remote agents, through tunnels that keep serving.",
+    epilog=(
+        "Every option can also stand in a TOML file, in a table named after its command, or in the variable shown "
+        "beside it. A flag wins over a variable, and that over the file. A tunnel's fields: a table `[ssh]` with its "
+        "`host` and so on, `INTERCEPTION_SSH_HOST`, or `--set host=…`."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -43,6 +63,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar=f"{PREFIX}CONFIG",
+            help="Settings to read. Without it: ~/.config/interception.toml, if it is there.",
+        ),
+    ] = None,
     _: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -50,47 +79,189 @@ def _common(
     # What is worth telling is told by the commands; without a handler Python would print warnings a second time.
     for name in ("tunnel", "interception"):
         logging.getLogger(name).addHandler(logging.NullHandler())
+    group: Any = context.command
+    # Those that have a variable can stand in the file, under the name by which they are typed.
+    options = {
+        command: {option.opts[-1].lstrip("-").replace("-", "_"): option for option in made.params if option.envvar}
+        for command, made in group.commands.items()
+    }
+    settings = Settings.load(config, options)
+    context.obj = settings
+    context.default_map = {
+        command: {table[key].name: value for key, value in settings.options(command).items()}
+        for command, table in options.items()
+    }
+    variables = [option.envvar for table in options.values() for option in table.values()]
+    for line in settings.strays([f"{PREFIX}CONFIG", *variables]):
+        _say(line)
 
 
-@app.command()
-def demo() -> None:
-    """Run 30 rollouts through real SSH tunnels on this machine while one is cut and one is revoked (about 20 s).
+def _variable(command: str, option: str) -> str:
+    return f"{PREFIX}{command}_{option}".upper()
 
-    Nothing to configure: model, relay and agents are started here and ended again. Exits with 0 only if every
-    rollout that was not on the revoked tunnel finished with all its turns recorded.
+
+SET_HELP = "A field of the tunnel's config, e.g. remote_port=8080 or policy.give_up_after=300. May be given repeatedly."
+
+
+@app.command(epilog="Example: interception demo --upstream http://gpu:8000/v1 --model qwen --rollouts 60")
+def demo(
+    rollouts: Annotated[
+        int, typer.Option(metavar="N", min=1, max=10_000, envvar=_variable("demo", "rollouts"), help="How many.")
+    ] = 30,
+    tunnel: Annotated[
+        DemoTunnel,
+        typer.Option(
+            envvar=_variable("demo", "tunnel"),
+            help="What the agents reach us through. Only the ssh relay of its own is disturbed on purpose.",
+        ),
+    ] = DemoTunnel.ssh,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar=_variable("demo", "upstream"),
+            help="A real model endpoint. Without it: an echo model.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", envvar=_variable("demo", "model"), help="The model to ask for there.")
+    ] = None,
+    api_key_env: Annotated[
+        str,
+        typer.Option(metavar="VARIABLE", envvar=_variable("demo", "api_key_env"), help="Holds the endpoint's key."),
+    ] = UPSTREAM_API_KEY,
+) -> None:
+    """Run rollouts through real tunnels on this machine while one is cut and one is revoked (about 20 s).
+
+    Nothing to configure: model, SSH relay and agents are started here and ended again. On a terminal it shows its
+    servers, their tunnels and load as it goes.
+
+    Exit status: 0 only if every rollout that was not on the revoked tunnel finished with all its turns recorded.
     """
-    from interception.demo.run import Demo, Result
+    from interception.demo.run import Plan
+    from interception.demo.view import show, summary
 
+    target = _upstream(upstream, api_key_env)
+    if (target is None) != (model is None):
+        missing = "--model" if model is None else "--upstream"
+        raise typer.BadParameter("a real model needs both --upstream and --model", param_hint=missing)
+    plan = Plan(rollouts=rollouts, tunnel=tunnel.value, upstream=target, model=model or "echo")
     console = Console()
-
-    def show(result: Result) -> None:
-        lost = [outcome for outcome in result.outcomes if outcome.error is not None]
-        table = Table(title="What happened", show_header=False, title_justify="left")
-        table.add_row("calls answered", str(sum(outcome.answered for outcome in result.outcomes)))
-        table.add_row("turns recorded", str(sum(outcome.recorded for outcome in result.outcomes)))
-        table.add_row("answered, not recorded", str(sum(outcome.lost for outcome in result.outcomes)))
-        table.add_row("retries by the agents", str(sum(outcome.retries for outcome in result.outcomes)))
-        table.add_row("servers started", str(result.servers))
-        table.add_row("tunnels restarted", str(result.restarts))
-        table.add_row("servers retired", str(result.retired))
-        table.add_row("rollouts finished", str(len(result.outcomes) - len(lost)))
-        table.add_row("rollouts failed", str(len(lost)))
-        for reason in sorted({outcome.error or "" for outcome in lost}):
-            count = sum(outcome.error == reason for outcome in lost)
-            table.add_row("  why", f"{count} x {reason}")
-        console.print(table)
-
     try:
-        result = run_until_interrupted(Demo(typer.echo).run())
+        result = run_until_interrupted(show(console, plan))
     except (RuntimeError, ExceptionGroup) as error:
         if isinstance(error, ExceptionGroup) and error.split(RuntimeError)[1] is not None:
             raise
         typer.echo(f"FAILED: {_first_cause(error)}", err=True)  # one of the demo's own processes has ended
         raise typer.Exit(1) from None
-    show(result)
+    console.print(summary(result))
     for failure in result.failures:
         typer.echo(f"FAILED: {failure}", err=True)
     raise typer.Exit(1 if result.failures else 0)
+
+
+@app.command(
+    name="tunnel",
+    epilog="Example: interception tunnel 8000 --type ssh://me@relay.example --health /healthz",
+)
+def tunnel_(
+    context: typer.Context,
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="The local port to make public.")],
+    kind: Annotated[
+        str, typer.Option("--type", metavar="TUNNEL", envvar=_variable("tunnel", "type"), help=f"{TUNNELS}.")
+    ] = "prime",
+    health: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            envvar=_variable("tunnel", "health"),
+            help="Where the service answers 200. Without it: /vf/health if it has that, else any answer will do.",
+        ),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)] = None,
+) -> None:
+    """Make a local service public, and keep it so until Ctrl-C.
+
+    Prints the URL, alone, on stdout; what happens to it on stderr. The tunnel is watched, and its client restarted
+    under the same URL when that helps.
+
+    Exit status: 1 if the tunnel cannot be made or is gone for good.
+    """
+    from interception.exposing import expose
+
+    if health is not None and not health.startswith("/"):
+        raise typer.BadParameter("a path begins with /", param_hint="--health")
+    config = _tunnel(context, kind, set_, hint="--type")
+    if config is None:
+        raise typer.BadParameter(f"write {TUNNELS}", param_hint="--type")
+    logger = logging.getLogger("tunnel")
+    logger.addHandler(_Told())
+    logger.setLevel(logging.INFO)
+
+    def on_url(url: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(url, flush=True)
+        _say(f"{url} leads to 127.0.0.1:{port}; Ctrl-C ends it")
+
+    run_until_interrupted(expose(config, port, health=health, on_url=on_url, say=_say))
+
+
+@app.command(epilog="Example: interception doctor --tunnel ssh://me@relay.example --json")
+def doctor(
+    context: typer.Context,
+    tunnel: Annotated[
+        str, typer.Option(metavar="TUNNEL", envvar=_variable("doctor", "tunnel"), help=f"none, {TUNNELS}.")
+    ] = "prime",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar=_variable("doctor", "json"), help="Print one JSON object instead.")
+    ] = False,
+) -> None:
+    """Check what a run through a tunnel would need, and say how to mend what is missing.
+
+    The last check opens the tunnel and calls a server of ours through its URL.
+
+    Exit status: 0 only if the tunnel would work.
+    """
+    from interception.doctor import Finding, examine, works
+
+    config = _tunnel(context, tunnel, set_, hint="--tunnel")
+    kind = "none" if config is None else config.type
+    console = Console(soft_wrap=True, highlight=False)
+
+    def tell(finding: Finding) -> None:
+        if not as_json:
+            console.print(_finding(finding))
+
+    findings = run_until_interrupted(examine(config, tell))
+    good = works(findings)
+    if as_json:
+        checks = [asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"tunnel": kind, "works": good, "checks": checks}, indent=2))
+    else:
+        what = "A run without a tunnel" if config is None else f"The {kind} tunnel"
+        failed = sum(finding.status == "fail" for finding in findings)
+        verdict = "works" if good else f"would not work: {failed} check{'s' * (failed > 1)} failed"
+        console.print(Text(f"{what} {verdict}.", style="bold green" if good else "bold red"))
+    raise typer.Exit(0 if good else 1)
+
+
+FINDINGS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+
+
+def _finding(finding: Any) -> Text:
+    text = Text(f"{finding.status:<5}", style=FINDINGS[finding.status])
+    text.append(f"{finding.check:<12} ", style="bold").append(_printable(finding.detail), style="default")
+    if finding.remedy is not None:
+        text.append(f"\n{'':18}→ {_printable(finding.remedy)}", style="cyan")
+    return text
+
+
+class _Told(logging.Handler):
+    """Log lines on stderr, as the commands say things."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _say(f"{time.strftime('%H:%M:%S')} {record.getMessage()}")
 
 
 @app.command(
@@ -98,45 +269,62 @@ def demo() -> None:
     epilog="Example: interception run --trace trace.jsonl -- codex exec 'fix the test'",
 )
 def run(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The agent program and its arguments.")],
     upstream: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="The model endpoint's base URL, as an SDK takes it. Without it: an echo model."
+            metavar="URL",
+            envvar=_variable("run", "upstream"),
+            help="The model endpoint's base URL, as an SDK takes it. Without it: an echo model.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model to ask for, whatever the program asks for.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            envvar=_variable("run", "model"),
+            help="The model to ask for, whatever the program asks for.",
+        ),
     ] = None,
     api_key_env: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="Holds the endpoint's key. It is kept from the program.")
+        str,
+        typer.Option(
+            metavar="VARIABLE",
+            envvar=_variable("run", "api_key_env"),
+            help="Holds the endpoint's key. It is kept from the program.",
+        ),
     ] = UPSTREAM_API_KEY,
     tunnel: Annotated[
         str,
         typer.Option(
-            metavar="TUNNEL", help="What the program reaches us through: none, prime or ssh://[USER@]HOST[:PORT]."
+            metavar="TUNNEL",
+            envvar=_variable("run", "tunnel"),
+            help=f"What the program reaches us through: none, {TUNNELS}.",
         ),
     ] = "none",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the trace to this file (JSON lines), also after a failure."),
+        typer.Option(
+            metavar="FILE",
+            envvar=_variable("run", "trace"),
+            help="Write the trace to this file (JSON lines), also after a failure.",
+        ),
     ] = None,
 ) -> None:
     """Run an agent program with its model calls caught and recorded.
 
-    OpenAI's and Anthropic's variables are set for the program only; each of its
-    turns is shown on stderr.
+    OpenAI's and Anthropic's variables are set for the program only; each of its turns is shown on stderr.
 
-    Exit status: the program's own, 128 + n if signal n ended it.
-    3 if it was 0 and no call was seen.
-    127 if there is no such program, 126 if it cannot be executed.
-    1 if the tunnel cannot be made or is lost.
+    Exit status: the program's own, 128 + n if signal n ended it; 3 if it was 0 and no call was seen; 127 if there is
+    no such program, 126 if it cannot be executed; 1 if the tunnel cannot be made or is lost.
     """
     from interception.run import NO_CALLS, CannotRunError
     from interception.run import run as run_program
 
     target = _upstream(upstream, api_key_env)
-    through = _tunnel(tunnel)
+    through = _tunnel(context, tunnel, set_, hint="--tunnel")
     if trace is not None:
         try:
             trace.open("ab").close()  # now, and not after the program has run for an hour
@@ -178,10 +366,13 @@ def run(
 
 
 def _say(line: str) -> None:
-    # Names and errors come from the program and its upstream: nothing in them may speak to the terminal.
-    line = "".join(mark if mark.isprintable() else "?" for mark in line)
     with contextlib.suppress(OSError, ValueError):  # a reader of ours that left is no reason not to run the program
-        typer.echo(f"interception: {line}", err=True)
+        typer.echo(f"interception: {_printable(line)}", err=True)
+
+
+def _printable(line: str) -> str:
+    """Names and errors come from programs and upstreams: nothing in them may speak to the terminal."""
+    return "".join(mark if mark.isprintable() else "?" for mark in line)
 
 
 def _upstream(url: str | None, key_variable: str) -> Upstream | None:
@@ -196,23 +387,12 @@ def _upstream(url: str | None, key_variable: str) -> Upstream | None:
         raise typer.BadParameter(_reason(error), param_hint="--upstream") from None
 
 
-def _tunnel(name: str) -> TunnelConfig | None:
-    if name == "none":
-        return None
-    if name == "prime":
-        return PrimeTunnelConfig()
+def _tunnel(context: typer.Context, name: str, assignments: Iterable[str] | None, *, hint: str) -> TunnelConfig | None:
+    settings: Settings = context.obj
     try:
-        parts = urlsplit(name)
-        relay = parts.scheme == "ssh" and bool(parts.hostname) and not (parts.path.strip("/") or parts.query)
-        port = parts.port or 22
-    except ValueError:  # a port that is no number, or too large
-        relay = False
-    if not relay:
-        # Not quoted back: a password may stand in it.
-        raise typer.BadParameter("write none, prime or ssh://[USER@]HOST[:PORT]", param_hint="--tunnel")
-    if parts.password is not None:
-        raise typer.BadParameter("SSH logs in with a key, not by password", param_hint="--tunnel")
-    return SshTunnelConfig(host=parts.hostname or "", port=port, username=parts.username)
+        return settings.tunnel(name, assignments or ())
+    except SettingsError as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
 def _reason(error: ValidationError) -> str:
@@ -283,3 +463,6 @@ def main() -> None:
     except TunnelError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
+    except SettingsError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -27,6 +27,9 @@ class ServingPolicy(BaseModel):
     body_cap: int = Field(256 * 1024**2, gt=0)
     """Of one request body, decoded. Parsers hold the GIL: 200 MB stall the loop for 0.2 s (orjson) to 0.7 s (json)."""
 
+    state_cap: int = Field(8 * 1024**2, gt=0)
+    """Of a state that a tool server writes, decoded. Checking and tagging one of 6.5 MB takes 0.3 s of the loop."""
+
     models_timeout: float = Field(30.0, gt=0)
     """For the upstream's model list and its token counts."""
 

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
+from pydantic_core import to_json
 
 from interception.answer import AnswerReader
-from interception.base import CALL_ID_HEADER
+from interception.base import CALL_ID_HEADER, STATE_ROUTE_HEADER
 from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
 from interception.headers import secret_of, to_client, to_upstream
 from interception.hooks import run_request_hooks
 from interception.inbound import as_object, drain, read_body, written
 from interception.serving import refusal, serve
 from interception.session import RolloutSession
+from interception.state import tag
 from interception.trace import Attempt
 from interception.turn import Call, Exchange, Failure
 from interception.upstream import failure
@@ -40,6 +42,10 @@ PATHS_COUNTED = 100
 """Routes that are not served and yet asked for which a session tells apart."""
 
 UNKNOWN_SECRET = "the key is not one of a running rollout: use the model secret of its slot"
+
+UNKNOWN_STATE_SECRET = "the key is not one of a running rollout: use the state secret of its slot"
+
+NOT_KEPT = {"Cache-Control": "no-store"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -75,6 +81,11 @@ class Routes:
             add("POST", dialect.path, self._guarded(dialect, self._call))
             if dialect.count_path is not None:
                 add("POST", dialect.count_path, self._guarded(dialect, self._count))
+        add("GET HEAD", "/state", self._guarded(CHAT, self._read_state, self._state_session))
+        add("PUT", "/state", self._guarded(CHAT, self._write_state, self._state_session))
+        add("GET HEAD", "/task", self._guarded(CHAT, self._read_task, self._state_session))
+        for path in ("/state", "/task"):
+            add("*", path, self._guarded(CHAT, self._no_such_method, self._state_session))
         add("*", r"/{path:[\s\S]*}", self._unknown)  # also with a line break in it
 
     def _arriving(self, handler: Handler) -> Handler:
@@ -171,21 +182,81 @@ class Routes:
             logger.warning("%s %s of session %s got no answer: %s", method, path, session.id, error or "too slow")
             raise Failure(502, f"no answer from the upstream {upstream.base_url} to {method} {path}") from error
 
+    # -- state ---------------------------------------------------------------------------------
+
+    def _state_session(self, request: web.Request) -> RolloutSession:
+        """The rollout of a state secret, or the one that a shared tool server names."""
+        secret, route = secret_of(request.headers), request.headers.get(STATE_ROUTE_HEADER, "")
+        if self._server.is_service(secret):
+            if not route:
+                raise Failure(400, f"name the session (its id) in {STATE_ROUTE_HEADER}")
+            if (session := self._server.session_of(route, "route")) is None:
+                raise Failure(404, f"no rollout that {STATE_ROUTE_HEADER} names runs on this server")
+            return session
+        session = self._server.session_of(secret, "state")
+        if session is None:
+            raise Failure(401, UNKNOWN_STATE_SECRET)
+        if route and route != session.id:
+            raise Failure(400, f"the key is of another rollout than {STATE_ROUTE_HEADER} names")
+        return session
+
+    async def _read_state(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        session.check_open()
+        try:
+            text = session.shared.written()
+        except ValueError as error:
+            raise self._unwritable(session, error) from None
+        return web.Response(body=text, content_type="application/json", headers={"ETag": tag(text), **NOT_KEPT})
+
+    async def _write_state(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        body = await read_body(request, self._policy.state_cap)
+        session.check_open()  # from here on nothing waits
+        try:
+            new = session.shared.put(
+                body, request.headers.get("If-Match"), request.headers.get("Idempotency-Key") or None
+            )
+        except ValueError as error:
+            raise self._unwritable(session, error) from None
+        return web.Response(status=204, headers={"ETag": new})
+
+    async def _read_task(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        session.check_open()
+        try:
+            text = to_json(session.task, by_alias=True)
+        except ValueError as error:
+            raise self._unwritable(session, error) from None
+        return web.Response(body=text, content_type="application/json", headers=NOT_KEPT)
+
+    async def _no_such_method(
+        self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str
+    ) -> web.StreamResponse:
+        allowed = "GET, HEAD, PUT" if request.path.endswith("/state") else "GET, HEAD"
+        raise Failure(405, f"{request.method} is not served here: {allowed}", {"Allow": allowed})
+
+    def _unwritable(self, session: RolloutSession, error: ValueError) -> Failure:
+        logger.error("session %s: what the host made of its state or task cannot be served: %s", session.id, error)
+        return Failure(500, "the host made something of it that is no JSON; see its log")
+
     # -- turns ---------------------------------------------------------------------------------
 
     def _guarded(
         self,
         dialect: Dialect,
         handler: Callable[[web.Request, Dialect, RolloutSession, str], Awaitable[web.StreamResponse]],
+        session_of: Callable[[web.Request], RolloutSession] | None = None,
     ) -> Handler:
         """Admits by secret, and tells every failure in the dialect's shape."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             call_id = uuid.uuid4().hex
             try:
-                session = self._server.session_of(secret_of(request.headers))
-                if session is None:
-                    raise Failure(401, UNKNOWN_SECRET)
+                session = (session_of or self._model_session)(request)
                 return await handler(request, dialect, session, call_id)
             except Failure as failed:
                 # It may stay with its call: the frames it came through, and all they hold, must not stay with it.
@@ -199,6 +270,12 @@ class Routes:
                 return refusal(dialect, Failure(500, "the interception server failed; see its log"), call_id)
 
         return handle
+
+    def _model_session(self, request: web.Request) -> RolloutSession:
+        session = self._server.session_of(secret_of(request.headers))
+        if session is None:
+            raise Failure(401, UNKNOWN_SECRET)
+        return session
 
     async def _call(
         self, request: web.Request, dialect: Dialect, session: RolloutSession, call_id: str

@@ -2,12 +2,14 @@
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import secrets
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Literal
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -36,8 +38,11 @@ http_logger.addFilter(_no_stranger)
 SHUTDOWN_TIMEOUT = 1.0
 """Seconds that answers being written get when the server stops; its sessions are released by then."""
 
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where the host itself finds what listens on all its addresses; those of IPv6 are IPv6's alone."""
+
 RELEASED_KEPT = 4096
-"""Secrets of rollouts that are over whose late calls are still counted, for each server."""
+"""Rollouts that are over whose late calls are still counted, for each server: their secrets are kept, as hashes."""
 
 
 class InterceptionServer(Interception):
@@ -59,8 +64,9 @@ class InterceptionServer(Interception):
         """The nonce on the health answer by which this server is told from a stranger under its URL."""
         self.lost: TunnelError | None = None
         """Why it is not healthy any more."""
-        self._state_service_secrets = state_service_secrets
+        self._services = _service_digests(state_service_secrets)
         self._base_url: str | None = None
+        self._local_url: str | None = None
         self._sessions: dict[tuple[str, str], RolloutSession] = {}
         self._by_secret: dict[bytes, RolloutSession] = {}
         # Weakly: a trace that nobody else keeps has nobody to read the count of its late calls.
@@ -120,9 +126,10 @@ class InterceptionServer(Interception):
         except (OSError, UnicodeError) as error:  # no such address, or no host name at all
             raise TunnelError(f"the server cannot listen on {host}: {error}") from error
         port = runner.addresses[0][1]
+        # A wildcard address is for containers of this host, or for its proxy; on the host itself it is loopback.
+        self._local_url = f"http://{in_url(LOOPBACK.get(host, host))}:{port}"
         if tunnel is None:
-            # A wildcard address is for containers of this host; on the host itself it is loopback.
-            self._base_url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else in_url(host)}:{port}"
+            self._base_url = self._local_url
             return
         tunnel.on_event = self._tunnel_event
         tunnel.on_gone = self._tunnel_gone
@@ -179,10 +186,20 @@ class InterceptionServer(Interception):
         check_usable(session)
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
+        route = _digest("route", session.id)
+        if self._services and route in self._by_secret:
+            raise ValueError(
+                f"a session with the id {session.id!r} runs on this server already, and shared tool servers tell them "
+                "apart by it: give each rollout an id of its own"
+            )
         session.registered = True
+        session.local_url = self._local_url
         pair = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[pair] = session
-        self._by_secret[_digest(pair[0])] = session
+        self._by_secret[_digest("model", pair[0])] = session
+        self._by_secret[_digest("state", pair[1])] = session
+        if self._services:
+            self._by_secret[route] = session
         return pair
 
     def unregister(self, model_secret: str, state_secret: str) -> None:
@@ -235,7 +252,8 @@ class InterceptionServer(Interception):
         for digest in [digest for digest, owner in self._by_secret.items() if owner is session]:
             del self._by_secret[digest]
             self._released[digest] = weakref.ref(session.trace)
-        while len(self._released) > RELEASED_KEPT:
+        digests = 3 if self._services else 2  # of each rollout
+        while len(self._released) > digests * RELEASED_KEPT:
             self._released.popitem(last=False)
 
     def _changed(self) -> None:
@@ -244,15 +262,24 @@ class InterceptionServer(Interception):
 
     # -- what its routes ask -------------------------------------------------------------------
 
-    def session_of(self, secret: str) -> RolloutSession | None:
-        """The running rollout whose model secret this is. A late call of one that is over is counted."""
+    def session_of(self, secret: str, kind: Literal["model", "state", "route"] = "model") -> RolloutSession | None:
+        """The running rollout whose secret of that kind (or whose id, as a route) this is.
+
+        A late call of one that is over is counted.
+        """
         if not secret:
             return None
-        digest = _digest(secret)
+        digest = _digest(kind, secret)
         session = self._by_secret.get(digest)
         if session is None and (released := self._released.get(digest)) and (trace := released()) is not None:
             trace.stragglers += 1
         return session
+
+    def is_service(self, secret: str) -> bool:
+        """Whether this is a secret of a shared tool server's."""
+        digest = _digest("service", secret)
+        # All are compared, so that the time does not tell which one it resembles.
+        return sum(hmac.compare_digest(digest, known) for known in self._services) > 0
 
 
 def raise_if_lost(session: RolloutSession) -> None:
@@ -261,6 +288,17 @@ def raise_if_lost(session: RolloutSession) -> None:
         raise session.error
 
 
-def _digest(secret: str) -> bytes:
-    # Secrets are looked up by their digest, so that the time of a lookup tells nothing of them.
-    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
+def _service_digests(secrets: tuple[str, ...]) -> list[bytes]:
+    if isinstance(secrets, str) or not all(
+        isinstance(secret, str) and secret and secret.isascii() and secret.isprintable() and secret == secret.strip()
+        for secret in secrets
+    ):
+        # They are not quoted back.
+        raise ValueError("state_service_secrets must be a tuple of strings, each fit for a header and none empty")
+    return [_digest("service", secret) for secret in secrets]
+
+
+def _digest(kind: str, secret: str) -> bytes:
+    # Secrets are looked up by their digest, so that the time of a lookup tells nothing of them. With their kind, so
+    # that none can pass for one of another kind.
+    return hashlib.sha256(f"{kind}:{secret}".encode(errors="surrogateescape")).digest()

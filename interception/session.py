@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic_core import to_json
 
 from interception.dialects.base import Dialect
 from interception.hooks import Hook
 from interception.ledger import Ledger
 from interception.limits import RolloutLimits
 from interception.sse import dumps
+from interception.state import SharedState
 from interception.trace import Trace, Turn
 from interception.turn import Call, Failure, refused_for_good
 from tunnel.teardown import cancel_and_wait, run_to_end
@@ -117,6 +119,8 @@ class RolloutSession:
 
     `streaming`: `live` streams begin at the upstream's first event; `whole` ones when the turn is complete, so that a
     failure keeps its status and a client's SDK tries again; `auto` is `whole` behind a tunnel and `live` without one.
+    `state` is what its tools share and `task` what they may read, both JSON or a pydantic model. `state_type`, a model
+    or any type pydantic knows, is what the state must be of; where `state` is a model, it is of that model.
     `on_request` and `on_response` hooks see each body, see `interception.hooks.Hook`.
     """
 
@@ -129,6 +133,8 @@ class RolloutSession:
         sampling: Mapping[str, Any] | None = None,
         limits: RolloutLimits | None = None,
         state: Any = None,
+        state_type: Any = None,
+        task: Any = None,
         streaming: Literal["auto", "live", "whole"] = "auto",
         on_request: Iterable[Hook] = (),
         on_response: Iterable[Hook] = (),
@@ -145,6 +151,10 @@ class RolloutSession:
             raise ValueError(f"sampling cannot set {', '.join(sorted(fixed))}: that is the harness's to say")
         if limits is not None and not isinstance(limits, RolloutLimits):
             raise TypeError(f"limits must be RolloutLimits, not {type(limits).__name__}")
+        try:
+            to_json(task)
+        except ValueError as error:
+            raise ValueError(f"the task is no JSON: {error}") from None
         on_request, on_response = tuple(on_request), tuple(on_response)
         if not all(callable(hook) for hook in (*on_request, *on_response)):
             raise TypeError("hooks must be callable")
@@ -155,7 +165,9 @@ class RolloutSession:
         self.model = model
         self.sampling = dict(sampling or {})
         self.limits = limits or RolloutLimits()
-        self.state = state
+        self.shared = SharedState(state, state_type)
+        """`state`, as its tools reach it."""
+        self.task = task
         self.streaming = streaming
         self.on_request = on_request
         self.on_response = on_response
@@ -169,6 +181,8 @@ class RolloutSession:
         self.on_turn: Callable[[Turn], None] | None = None
         """Called when an attempt of a turn has ended, however; if it raises, that is logged."""
         self.registered = False
+        self.local_url: str | None = None
+        """The server's URL on its own host, for tool servers there: their state needs no detour through a tunnel."""
         self.released = False
         """Its secrets are revoked, its calls ended, its trace sealed."""
         self.ledger = Ledger()
@@ -180,6 +194,15 @@ class RolloutSession:
         self.preparing: set[asyncio.Future[Any]] = set()
         """Request hooks under way: their calls are in no ledger yet."""
         self._stopped = False
+
+    @property
+    def state(self) -> Any:
+        """What its tools share, as they left it. A write of theirs replaces it: look at it anew each time."""
+        return self.shared.value
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.shared.value = value
 
     @property
     def findings(self) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 import envserver
 import interception
+import interception.tools
 import tunnel
 
 ON_DEMAND = {"CommandTunnel": "tunnel.command", "PrimeTunnel": "tunnel.prime", "SshTunnel": "tunnel.ssh"}
@@ -31,7 +32,8 @@ def test_importing_both_packages_loads_no_library_that_only_some_need() -> None:
     loaded = run("import sys, tunnel, interception; result = sorted({name.partition('.')[0] for name in sys.modules})")
     assert isinstance(loaded, list)
     assert {"tunnel", "interception"} <= set(loaded)
-    assert not {"asyncssh", "typer", "rich", "zmq", "pyrate_limiter", "filelock", "psutil"} & set(loaded)
+    assert not {"asyncssh", "typer", "rich", "stamina", "mcp", "uvicorn"} & set(loaded)
+    assert not {"zmq", "pyrate_limiter", "filelock", "psutil"} & set(loaded)
 
 
 def test_importing_the_env_server_loads_neither_the_others_nor_what_the_command_line_needs() -> None:
@@ -40,7 +42,16 @@ def test_importing_the_env_server_loads_neither_the_others_nor_what_the_command_
     assert not {"tunnel", "interception", "aiohttp", "typer", "rich", "psutil"} & set(loaded)
 
 
-@pytest.mark.parametrize("package", [tunnel, interception, envserver], ids=lambda package: package.__name__)
+def test_tools_are_loaded_without_the_mcp_sdk_until_a_server_is_made() -> None:
+    loaded = run("import sys, interception.tools; result = sorted({name.partition('.')[0] for name in sys.modules})")
+    assert isinstance(loaded, list)
+    assert not {"mcp", "uvicorn", "starlette", "httpx2"} & set(loaded)
+
+
+PACKAGES = [tunnel, interception, interception.tools, envserver]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_public_name_is_there(package: ModuleType) -> None:
     missing = run(
         f"import {package.__name__} as package\n"

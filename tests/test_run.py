@@ -248,8 +248,14 @@ def test_a_command_that_is_no_program(tmp_path: Path, name: str) -> None:
         (["--upstream", "localhost:8000"], "--upstream: not an endpoint: write http://HOST[:PORT]/v1"),
         (["--upstream", "https://me:pass@host/v1"], "--upstream: credentials do not belong into base_url"),
         (["--api-key-env", "NOT_SET"], "--api-key-env: NOT_SET is not set"),
-        (["--tunnel", "carrier-pigeon"], "--tunnel: write none, prime or ssh://[USER@]HOST[:PORT]"),
-        (["--tunnel", "ssh://me@host:99999"], "--tunnel: write none, prime or ssh://[USER@]HOST[:PORT]"),
+        (
+            ["--tunnel", "carrier-pigeon"],
+            "--tunnel: write none, prime, ssh://[USER@]HOST[:PORT], ssh, command, custom,",
+        ),
+        (
+            ["--tunnel", "ssh://me@host:99999"],
+            "--tunnel: write none, prime, ssh://[USER@]HOST[:PORT], ssh, command, custom,",
+        ),
         (["--tunnel", "ssh://me:pass@host"], "--tunnel: SSH logs in with a key, not by password"),
         (["--trace", "/proc/none/trace.jsonl"], "--trace: /proc/none/trace.jsonl cannot be written: No such file"),
     ],

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tunnel import readymade
 from tunnel.base import Tunnel
 from tunnel.config import (
     BaseTunnelConfig,
@@ -13,11 +14,12 @@ from tunnel.config import (
     make_tunnel,
 )
 from tunnel.custom import CustomTunnel
-from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
+from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError, UrlChangedError
 from tunnel.health import HEALTH_PATH, IDENTITY_HEADER, PROBE_HEADER
 from tunnel.keepalive import TunnelClient, keep_serving
 from tunnel.logs import TunnelLogHandler
 from tunnel.policy import KeepAlivePolicy
+from tunnel.serving import Entrance, add_health_route, health_middleware
 from tunnel.state import (
     Counters,
     Gone,
@@ -44,6 +46,7 @@ __all__ = [
     "Counters",
     "CustomTunnel",
     "CustomTunnelConfig",
+    "Entrance",
     "Gone",
     "KeepAlivePolicy",
     "PrimeTunnel",
@@ -63,8 +66,12 @@ __all__ = [
     "TunnelLimitError",
     "TunnelLogHandler",
     "TunnelState",
+    "UrlChangedError",
+    "add_health_route",
+    "health_middleware",
     "keep_serving",
     "make_tunnel",
+    "readymade",
 ]
 
 _LAZY = {"CommandTunnel": "tunnel.command", "PrimeTunnel": "tunnel.prime", "SshTunnel": "tunnel.ssh"}

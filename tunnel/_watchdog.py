@@ -72,6 +72,7 @@ def _wait(program: int, owner: int, grace: float, woken: int) -> int:
         if kill_at is None and (CONTROL in ready or os.getppid() != owner):
             poller.unregister(CONTROL)
             os.killpg(0, signal.SIGTERM)
+            os.killpg(0, signal.SIGCONT)  # one that is stopped would not take it
             kill_at = time.monotonic() + grace
 
 

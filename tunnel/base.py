@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tunnel.errors import TunnelError, TunnelGoneError
-from tunnel.health import PROBE_HEADER
+from tunnel.health import HEALTH_PATH, PROBE_HEADER
 from tunnel.keepalive import KeepAlive, TunnelClient
 from tunnel.policy import KeepAlivePolicy
 from tunnel.state import Counters, Gone, StateChanged, TunnelEvent, TunnelState
@@ -50,6 +50,8 @@ class Tunnel(ABC):
         self.path_prefix = MARK_PATH + secrets.token_hex(8) if mark == "path" else ""
         """What the URL handed out ends in: the server behind it must serve its routes under this path too. A random
         marker by which requests are known that came in through it, or empty: they are known by their Host."""
+        self.health_path: str | None = HEALTH_PATH
+        """Where the local service answers 200. None: it has no such route, and any HTTP answer of its `/` will do."""
         self.counters = Counters()
         """For metrics."""
         self.gone: TunnelGoneError | None = None
@@ -152,6 +154,7 @@ class Tunnel(ABC):
         """Keep the URL serving; raises `TunnelGoneError` when it is gone."""
         self._keepalive = KeepAlive(
             client,
+            self.health_path,
             local_url=local_url,
             policy=self.policy,
             on_event=self._noted,

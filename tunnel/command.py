@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tunnel.base import Tunnel
 from tunnel.config import CommandTunnelConfig, _public_url
-from tunnel.errors import TunnelError, TunnelGoneError
+from tunnel.errors import TunnelError, TunnelGoneError, UrlChangedError
 from tunnel.keepalive import TunnelClient
 from tunnel.teardown import run_to_end
 
@@ -88,8 +88,8 @@ class _Client:
         try:
             await run_to_end(program.start())
             url = await program.ready()
-            if self.url not in (None, url):
-                raise TunnelGoneError(f"the restarted tunnel program serves under another URL: {url}, not {self.url}")
+            if self.url is not None and self.url != url:
+                raise UrlChangedError(self.url, url)
         except BaseException:
             await run_to_end(program.stop())
             raise

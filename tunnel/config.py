@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunnel.base import Tunnel
 from tunnel.policy import KeepAlivePolicy
 
+JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::\d{1,5})?")
+
 
 def _public_url(url: str) -> str:
     try:
@@ -87,6 +89,9 @@ class SshTunnelConfig(BaseTunnelConfig):
     port: int = Field(22, ge=1, le=65535)
     username: str | None = None
     """None: as `ssh` would choose."""
+    jump: str | None = None
+    """Hosts to go through, `[USER@]HOST[:PORT]`, several with commas between, as `ssh -J` takes them. `client_keys` and
+    `known_hosts` count for them, too. None: as `~/.ssh/config` says (ProxyJump, ProxyCommand)."""
     client_keys: tuple[Path, ...] | None = None
     """Private key files. None: the agent and the default keys of `~/.ssh`."""
     known_hosts: Path | Literal["unchecked"] | None = None
@@ -104,6 +109,13 @@ class SshTunnelConfig(BaseTunnelConfig):
     session refuses the same port, and SSH gives no reason. After that the tunnel is gone."""
     keepalive_interval: float = Field(2.5, gt=0)
     """Seconds between keepalives; three in a row unanswered end the connection when the next is due, after 10 s."""
+
+    @field_validator("jump")
+    @classmethod
+    def _hops(cls, jump: str | None) -> str | None:
+        if jump is not None and not all(JUMP.fullmatch(hop) for hop in jump.split(",")):
+            raise ValueError("not jump hosts: write [USER@]HOST[:PORT], several with commas between")
+        return jump
 
     @field_validator("url")
     @classmethod

@@ -9,6 +9,15 @@ class TunnelGoneError(TunnelError):
     """The registration can never serve again: only a new tunnel, with a new URL, helps."""
 
 
+class UrlChangedError(TunnelGoneError):
+    """A restarted client serves under another URL, which nobody was told of: `old` is gone, `new` is not used."""
+
+    def __init__(self, old: str, new: str) -> None:
+        super().__init__(f"the restarted tunnel client serves under another URL: {new} instead of {old}")
+        self.old = old
+        self.new = new
+
+
 class TunnelLimitError(TunnelError):
     """A quota is spent or the credentials are missing or refused.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 from tunnel.clientlog import ClientLog
 from tunnel.detector import make_rule
-from tunnel.errors import TunnelError, TunnelGoneError
+from tunnel.errors import TunnelError, TunnelGoneError, UrlChangedError
 from tunnel.evidence import GOOD, NEED_REFERENCE, GiveUp, Outcome, Probe, Restart, Seen, Wait
 from tunnel.health import HEALTH_PATH
 from tunnel.policy import KeepAlivePolicy
@@ -163,6 +163,7 @@ class KeepAlive:
         self._rule = make_rule(policy, clock(), can_restart=can_restart, siblings=siblings, name=self)
         self._restarts = _Restarts(client)  # nobody else's until `run`
         self._restarts_seen = 0
+        self._refusal: TunnelGoneError | None = None  # of the last restart
         self._shown = self._rule.state
         self._logged: set[str] = set()  # since the state's name changed
         self._wake = asyncio.Event()
@@ -232,6 +233,8 @@ class KeepAlive:
             case GiveUp(reason):
                 self._show()
                 error = TunnelGoneError(f"{self._url} is gone: {reason}")
+                if isinstance(self._refusal, UrlChangedError):
+                    error = self._refusal
                 self._tell(Gone(url=self._url, at=time.time(), error=error))
                 raise error
 
@@ -354,9 +357,10 @@ class KeepAlive:
         try:
             url = restart.result()
             if url != self._url:
-                raise TunnelGoneError(f"the restarted client serves under another URL: {url} instead of {self._url}")
+                raise UrlChangedError(self._url, url)
         except (Exception, asyncio.CancelledError) as error:  # the latter is of something inside the client
             gone = isinstance(error, TunnelGoneError)
+            self._refusal = error if isinstance(error, TunnelGoneError) else None
             if not isinstance(error, TunnelError | TimeoutError):
                 logger.exception("%s: restarting the client failed in an unforeseen way", self._url)
             text = str(error) or type(error).__name__

@@ -24,7 +24,6 @@ from tunnel.account import Account
 from tunnel.base import Tunnel
 from tunnel.config import PrimeTunnelConfig
 from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
-from tunnel.health import HEALTH_PATH
 from tunnel.keepalive import TunnelClient
 from tunnel.logs import install_log_handler
 from tunnel.probe import answers_http, is_address
@@ -176,7 +175,7 @@ class PrimeTunnel(Tunnel):
         if self.config.keepalive == "ours" or self._client is None:
             return await super()._keep(client, local_url)
         try:
-            await self._client.sdk.keep_serving(HEALTH_PATH)
+            await self._client.sdk.keep_serving(self.health_path or "/")
         except prime_tunnel.TunnelGoneError as error:
             raise TunnelGoneError(str(error)) from error
         raise TunnelError("the SDK's keep_serving returned, which it should not")

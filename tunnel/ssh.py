@@ -7,11 +7,13 @@ from typing import Any
 
 import asyncssh
 
-from tunnel.base import Tunnel
+from tunnel.base import Tunnel, in_url
 from tunnel.config import SshTunnelConfig
-from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError
+from tunnel.errors import TunnelError, TunnelGoneError, TunnelLimitError, UrlChangedError
+from tunnel.evidence import Outcome
 from tunnel.keepalive import TunnelClient
-from tunnel.probe import accepts_tcp
+from tunnel.probe import accepts_tcp, probe
+from tunnel.ssh_login import Login, LoginRefusedError, end, why
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
@@ -20,17 +22,22 @@ LOGIN_TIMEOUT = 20.0
 """Seconds for one connection, login and forward. Well under one is usual, but an sshd that looks us up in a DNS that
 does not answer takes ten or more."""
 
-UNANSWERED_MAX = 3
-"""Keepalives in a row that may go unanswered; asyncssh ends the connection when the next one is due."""
+FIRST_LOOK_TIMEOUT = 2.0
+"""Seconds for the first look at a forwarded port from here: what a start takes where a firewall drops it."""
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds for closing a connection. Ours needs no answer, but one through a jump host closes that one as well."""
+PRIVILEGED = 1024
+
+EVERYWHERE = ("", "*", "0.0.0.0", "::")
+"""Addresses to listen on that mean all interfaces."""
 
 
 class SshTunnel(Tunnel):
-    """A port of a relay's that is forwarded to ours. Reads `~/.ssh/config` and never asks for a password.
+    """A port of a relay's that is forwarded to ours. Reads `~/.ssh/config` (aliases, keys, ProxyJump, ProxyCommand),
+    asks the agent, checks the host key, and never asks for a password.
 
-    The relay's port is settled by the first `expose`; every reconnect asks for the same one, so the URL stays.
+    The relay's port is settled by the first `expose`; every reconnect asks for the same one, so the URL stays. A relay
+    that has stopped is noticed within 10 s. `expose` also raises `TunnelError` where sshd takes the forward but then
+    listens on its loopback alone (`GatewayPorts no`, its default), unless `url` says that a proxy of yours is in front.
     """
 
     def __init__(self, config: SshTunnelConfig) -> None:
@@ -40,7 +47,13 @@ class SshTunnel(Tunnel):
 
     async def _connect(self, port: int) -> TunnelClient:
         client = _Client(self.config, port)
-        await client.start()
+        try:
+            await client.start()
+            if "url" not in self.config.model_fields_set:
+                await client.look()
+        except BaseException:
+            await run_to_end(client.stop())
+            raise
         self._client = client
         return client
 
@@ -65,7 +78,7 @@ class _Client:
         self._local_port = local_port
         self._port = config.remote_port  # what is asked for; 0 only until the relay has chosen
         self._connection: asyncssh.SSHClientConnection | None = None
-        self._peer = config.host, config.port  # by address, once it is known: ~/.ssh/config may have an alias
+        self._login = Login(config)
         self._refused_since: float | None = None  # the first refused forward in a row, by the loop's clock
 
     @property
@@ -73,9 +86,11 @@ class _Client:
         # The forward ends with its connection and not before: SSH has no message that takes it back.
         return self._connection is not None and not self._connection.is_closed()
 
-    async def reference_ok(self, timeout: float) -> bool:
-        """Whether the relay takes a connection on its ssh port."""
-        host, port = self._peer
+    async def reference_ok(self, timeout: float) -> bool | None:
+        """Whether the relay, or the first jump host before it, takes a connection on its ssh port; None: not known."""
+        if self._login.first_peer is None:
+            return None
+        host, port = self._login.first_peer
         return await accepts_tcp(host, port, timeout=timeout)
 
     async def start(self) -> None:
@@ -99,9 +114,30 @@ class _Client:
             if refused is not None:
                 raise TunnelError(f"{refused} (asked for {config.start_timeout:g} s)") from refused
             raise TunnelError(f"{self._relay} did not let us in within {config.start_timeout:g} s") from None
-        except asyncssh.PermissionDenied as error:
-            raise TunnelLimitError(self._key_refused(error)) from error
+        except LoginRefusedError as error:
+            raise TunnelLimitError(str(error)) from error
         self._port, self.url = port, self._url_of(port)
+
+    async def look(self) -> None:
+        """Raises `TunnelError` if the port is closed to us: sshd takes a forward that it then keeps to itself."""
+        assert self.url is not None
+        seen = await probe(self.url + "/", timeout=FIRST_LOOK_TIMEOUT, through_proxy=True)
+        if seen.fault is Outcome.REFUSED:
+            listens = self._config.remote_host
+            why = (
+                "GatewayPorts of its sshd_config is `no` (the default), so it listens on its own loopback only: set it "
+                "to `clientspecified` or `yes`"
+                if listens in EVERYWHERE
+                else f"it listens on {listens} only: leave remote_host empty"
+            )
+            raise TunnelError(
+                f"{self._relay} forwards the port, but {self.url} refuses connections. Most likely {why}; or put a "
+                "reverse proxy in front of it there and give its `url`"
+            )
+        if seen.fault is Outcome.PATH:
+            logger.warning(
+                "%s cannot be reached from here (%s): is the port open in its firewall?", self.url, seen.detail
+            )
 
     async def restart(self) -> str:
         """Connect anew and have the same port forwarded.
@@ -112,8 +148,8 @@ class _Client:
         await self.stop()
         try:
             port = await self._open()
-        except asyncssh.PermissionDenied as error:
-            raise TunnelGoneError(self._key_refused(error)) from error
+        except LoginRefusedError as error:
+            raise TunnelGoneError(str(error)) from error
         except _ForwardRefused as error:
             # The old session may hold the port until the relay notices that it is dead.
             now = asyncio.get_running_loop().time()
@@ -128,21 +164,22 @@ class _Client:
         self._refused_since = None
         if (url := self._url_of(port)) != self.url:
             await self.stop()
-            raise TunnelGoneError(f"{self._relay} forwards another port now: {url} instead of {self.url}")
+            assert self.url is not None
+            raise UrlChangedError(self.url, url)
         return url
 
     async def stop(self) -> None:
         """End the connection and with it the forward; does nothing when there is none."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            await run_to_end(_end(connection))
+            await run_to_end(end(connection))
 
     # -- parts ---------------------------------------------------------------------------------
 
     async def _open(self) -> int:
         """Log in and have the port forwarded; returns the relay's port. Leaves nothing if it fails or is cancelled.
 
-        Raises asyncssh's `PermissionDenied` as it is, for only the caller knows what it means; else `TunnelError`.
+        Raises `TunnelError`: a `LoginRefusedError` or `_ForwardRefused` where that is known.
         """
         timeout = min(self._config.start_timeout, LOGIN_TIMEOUT)
         # A task of its own, so that asyncssh sees one cancellation at most and can finish cleaning up after it.
@@ -151,23 +188,17 @@ class _Client:
             async with asyncio.timeout(timeout):
                 connection, port = await asyncio.shield(opening)
             self._connection = connection
-            if peer := connection.get_extra_info("peername"):
-                self._peer = str(peer[0]), int(peer[1])
             return port
         except BaseException as error:
             await run_to_end(_abandon(opening))
-            match error:
-                case asyncssh.PermissionDenied() | TunnelError():
-                    raise
-                case asyncssh.HostKeyNotVerifiable():
-                    raise TunnelError(self._host_key_refused(error)) from error
-                case OSError() | asyncssh.Error() | ValueError():
-                    reason = str(error) or f"no login within {timeout:g} s"
-                    raise TunnelError(f"no connection to {self._relay}: {reason}") from error
+            if isinstance(error, TimeoutError):
+                raise TunnelError(f"no connection to {self._relay}: no login within {timeout:g} s") from error
+            if isinstance(error, OSError | asyncssh.Error):
+                raise TunnelError(f"no connection to {self._relay}: {why(error)}") from error
             raise
 
     async def _log_in_and_forward(self) -> tuple[asyncssh.SSHClientConnection, int]:
-        connection = await self._log_in()
+        connection = await self._login.connect(reconnect=self.url is not None)
 
         async def reach_local(orig_host: str, orig_port: int) -> Any:
             forwarder = await connection.forward_connection("127.0.0.1", self._local_port)
@@ -185,89 +216,30 @@ class _Client:
                     raise TunnelError(f"{self._relay} closed the connection") from error
                 raise _ForwardRefused(self._forward_refused()) from error
         except BaseException:
-            await _end(connection)
+            await end(connection)
             raise
         return connection, listener.get_port()
-
-    async def _log_in(self) -> asyncssh.SSHClientConnection:
-        config = self._config
-        options: dict[str, object] = {
-            "keepalive_interval": config.keepalive_interval,
-            "keepalive_count_max": UNANSWERED_MAX,
-            "password_auth": False,
-            "kbdint_auth": False,
-        }
-        if "port" in config.model_fields_set:  # else what ~/.ssh/config has for this host may stand
-            options["port"] = config.port
-        if config.username is not None:
-            options["username"] = config.username
-        if config.client_keys:
-            # Loaded here, so that a file of ours that cannot be read is told apart from a relay out of reach.
-            options["client_keys"] = await asyncio.to_thread(self._load_keys, [str(key) for key in config.client_keys])
-            options["agent_path"] = options["pkcs11_provider"] = None
-        if config.known_hosts == "unchecked":
-            options["known_hosts"] = None
-        elif config.known_hosts is not None:
-            options["known_hosts"] = await asyncio.to_thread(self._load_known_hosts, str(config.known_hosts))
-        return await asyncssh.connect(config.host, **options)
-
-    def _load_keys(self, paths: list[str]) -> object:
-        try:
-            return asyncssh.load_keypairs(paths)
-        except (OSError, ValueError) as error:
-            # On a reconnect too: the key may be being replaced, and the relay has refused nothing.
-            kind = TunnelLimitError if self.url is None else TunnelError
-            raise kind(
-                f"the login key for {self._relay} cannot be used ({error}): an encrypted one belongs into the ssh "
-                "agent, which is asked when client_keys is not set"
-            ) from error
-
-    def _load_known_hosts(self, path: str) -> object:
-        try:
-            return asyncssh.read_known_hosts(path)
-        except (OSError, ValueError) as error:
-            raise TunnelError(f"the known_hosts file {path} cannot be used: {error}") from error
 
     def _url_of(self, port: int) -> str:
         assert self._connection is not None
         # As ~/.ssh/config resolves an alias; an older asyncssh does not say.
         host = str(self._connection.get_extra_info("host", self._config.host))
-        return self._config.url.format(host=f"[{host}]" if ":" in host else host, port=port)
+        return self._config.url.format(host=in_url(host), port=port)
 
     @property
     def _relay(self) -> str:
-        config = self._config
-        return f"the SSH relay {config.username + '@' if config.username else ''}{config.host}:{config.port}"
-
-    def _key_refused(self, error: asyncssh.PermissionDenied) -> str:
-        return f"{self._relay} refused the login key: {error}"
+        return self._login.relay
 
     def _forward_refused(self) -> str:
         return (
             f"{self._relay} refused to forward {f'port {self._port}' if self._port else 'a port'}: it may be in use by "
             "an old session, or AllowTcpForwarding, PermitListen or GatewayPorts of its sshd_config forbid it"
+            + (", or it takes root there, as every port below 1024" if 0 < self._port < PRIVILEGED else "")
         )
-
-    def _host_key_refused(self, error: asyncssh.HostKeyNotVerifiable) -> str:
-        config = self._config
-        return (
-            f"{self._relay} shows a host key that known_hosts does not vouch for ({error}): compare its fingerprint, "
-            f"then `ssh-keyscan -p {config.port} {config.host} >> {config.known_hosts or '~/.ssh/known_hosts'}`, or "
-            "set known_hosts to a file that has it"
-        )
-
-
-async def _end(connection: asyncssh.SSHClientConnection) -> None:
-    connection.close()
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT):
-            await connection.wait_closed()
-    except TimeoutError:
-        logger.error("an SSH connection did not close within %g s", CLOSE_TIMEOUT)
 
 
 async def _abandon(opening: asyncio.Task[tuple[asyncssh.SSHClientConnection, int]]) -> None:
     """Be rid of a connection nobody waits for any more, also of one that stood just as we were cancelled."""
     await cancel_and_wait(opening)
     if not opening.cancelled() and opening.exception() is None:
-        await _end(opening.result()[0])
+        await end(opening.result()[0])

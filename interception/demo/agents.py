@@ -50,23 +50,15 @@ class AgentProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def play(
-        self, play: Play, rollout: int, slot: Slot, *, dialect: str, streamed: bool, turns: int, pause: float
-    ) -> str | None:
-        """Plays one rollout and returns what went wrong, if anything did; `play` fills up meanwhile."""
+    async def play(self, play: Play, rollout: int, slot: Slot, **job: Any) -> str | None:
+        """Plays one rollout and returns what went wrong, if anything did; `play` fills up meanwhile.
+
+        `job`: `dialect`, `streamed`, `turns`, `pause` (seconds between them), `model`, and whether that is an `echo`.
+        """
         if self._listener is None or self._listener.done():
             return ENDED_EARLY
         self._plays[rollout] = play
-        self._tell(
-            do="play",
-            rollout=rollout,
-            url=slot.base_url,
-            key=slot.model_secret,
-            dialect=dialect,
-            streamed=streamed,
-            turns=turns,
-            pause=pause,
-        )
+        self._tell(do="play", rollout=rollout, url=slot.base_url, key=slot.model_secret, **job)
         try:
             return await play.ended
         except asyncio.CancelledError:

@@ -62,9 +62,20 @@ def started_response(body: Json, answer: Answer) -> Json:
     }
 
 
-def output_item(answer: Answer) -> Json:
+def function_of(body: Json, name: str) -> Json:
+    """How the call of a tool names it: one of a namespace, offered as `SPACE` with `TOOL` in it, is `SPACE__TOOL`."""
+    for offered in body.get("tools") or []:
+        if isinstance(offered, dict) and offered.get("type") == "namespace" and isinstance(offered.get("tools"), list):
+            space = str(offered.get("name"))
+            for tool in offered["tools"]:
+                if isinstance(tool, dict) and f"{space}__{tool.get('name')}" == name:
+                    return {"name": tool["name"], "namespace": space}
+    return {"name": name}
+
+
+def output_item(body: Json, answer: Answer) -> Json:
     if answer.call:
-        made = {"name": answer.call.name, "arguments": answer.call.arguments, "call_id": new_id("call_")}
+        made = {"arguments": answer.call.arguments, "call_id": new_id("call_"), **function_of(body, answer.call.name)}
         return {"id": new_id("fc_"), "type": "function_call", "status": "completed", **made}
     part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
     return {"id": new_id("msg_"), "type": "message", "status": "completed", "role": "assistant", "content": [part]}
@@ -82,11 +93,11 @@ def completed_response(started: Json, item: Json, answer: Answer) -> Json:
 
 
 def whole(body: Json, answer: Answer) -> Json:
-    return completed_response(started_response(body, answer), output_item(answer), answer)
+    return completed_response(started_response(body, answer), output_item(body, answer), answer)
 
 
 def events(body: Json, answer: Answer) -> Iterator[Json]:
-    started, item = started_response(body, answer), output_item(answer)
+    started, item = started_response(body, answer), output_item(body, answer)
     of_item = {"item_id": item["id"], "output_index": 0}
     yield {"type": "response.created", "response": started}
     yield {"type": "response.in_progress", "response": started}
@@ -95,7 +106,7 @@ def events(body: Json, answer: Answer) -> Iterator[Json]:
         yield {"type": "response.output_item.added", "output_index": 0, "item": opened}
         for part in answer.call.halves:
             yield {"type": "response.function_call_arguments.delta", **of_item, "delta": part}
-        done = {"name": answer.call.name, "arguments": answer.call.arguments}
+        done = {"name": item["name"], "arguments": answer.call.arguments}
         yield {"type": "response.function_call_arguments.done", **of_item, **done}
     else:
         opened = item | {"status": "in_progress", "content": []}

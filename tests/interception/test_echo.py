@@ -328,6 +328,28 @@ class TestResponses:
         assert call.type == "function_call"
         assert (call.name, call.arguments) == ("search", '{"query": "a b", "limit": 3}')
 
+    @pytest.mark.parametrize("streamed", [False, True])
+    async def test_a_tool_of_a_namespace_is_called_by_both_names(self, oai: AsyncOpenAI, streamed: bool) -> None:
+        function = {"type": "function", "name": "note", "parameters": {"type": "object"}}
+        space = {"type": "namespace", "name": "mcp__tools", "description": "", "tools": [function]}
+        tools: Any = [space, *RESPONSES_TOOLS]
+        for named, name, namespace in (
+            ("mcp__tools__note", "note", "mcp__tools"),
+            ("mcp__tools__other", "mcp__tools__other", None),
+            ("search", "search", None),
+        ):
+            asked: Any = {"model": "m", "input": f"!call {named} {{}}", "tools": tools}
+            if streamed:
+                events = [event async for event in await oai.responses.create(**asked, stream=True)]
+                done = [event for event in events if event.type == "response.function_call_arguments.done"]
+                assert [event.name for event in done] == [name]
+                [last] = [event for event in events if event.type == "response.completed"]
+                [call] = last.response.output
+            else:
+                [call] = (await oai.responses.create(**asked)).output
+            assert call.type == "function_call"
+            assert (call.name, call.namespace) == (name, namespace)
+
 
 class TestMessages:
     async def test_echo(self, ant: AsyncAnthropic) -> None:

@@ -31,6 +31,7 @@ from tunnel import (
     TunnelError,
     TunnelEvent,
     TunnelGoneError,
+    UrlChangedError,
     make_tunnel,
 )
 
@@ -567,7 +568,9 @@ async def test_other_url_after_a_restart_is_gone(program: Program, port: int) ->
         await until(lambda: tunnel.gone)
         other = f"http://127.0.0.1:{(program.folder / 'port').read_text()}"
         assert other != url
-        assert f"under another URL: {other}, not {url}" in str(tunnel.gone)
+        assert isinstance(tunnel.gone, UrlChangedError)
+        assert (tunnel.gone.old, tunnel.gone.new) == (url, other)
+        assert f"under another URL: {other} instead of {url}" in str(tunnel.gone)
         await until(lambda: not program.alive)
 
 

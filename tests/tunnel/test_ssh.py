@@ -30,6 +30,7 @@ from tunnel import (
     TunnelEvent,
     TunnelGoneError,
     TunnelLimitError,
+    UrlChangedError,
     make_tunnel,
 )
 from tunnel.ssh import SshTunnel
@@ -462,7 +463,7 @@ class TestReconnect:
         tunnel = SshTunnel(config)
         client = await tunnel._connect(service.port)
         monkeypatch.setattr("asyncssh.listener.SSHTCPClientListener.get_port", lambda self: 9)
-        with pytest.raises(TunnelGoneError, match=f"http://127.0.0.1:9 instead of {client.url}"):
+        with pytest.raises(UrlChangedError, match=f"http://127.0.0.1:9 instead of {client.url}"):
             await client.restart()
         assert not client.is_running
         await tunnel._disconnect()
@@ -567,7 +568,14 @@ class TestFirstStart:
         with pytest.raises(TunnelError, match="known_hosts") as raised:
             await self.expose(config)
         assert type(raised.value) is TunnelError
-        assert known == "missing" or f"ssh-keyscan -p {relay.port} 127.0.0.1 >> {path}" in str(raised.value)
+        shown = relay.known_hosts_line.split(maxsplit=1)[1]
+        fingerprint = asyncssh.import_public_key(shown).get_fingerprint()
+        assert known == "missing" or fingerprint in str(raised.value)
+        if known == "":
+            assert f"ssh-keyscan -p {relay.port} 127.0.0.1 >> {path}" in str(raised.value)
+        elif known != "missing":
+            assert "ANOTHER host key" in str(raised.value)
+            assert f"ssh-keygen -f {path} -R '[127.0.0.1]:{relay.port}'" in str(raised.value)
         assert relay.logins(USER) == 0
 
     async def test_without_known_hosts_the_users_own_file_is_asked(
