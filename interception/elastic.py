@@ -143,7 +143,7 @@ class ElasticInterceptionPool(Pool):
     async def _seat(self, session: RolloutSession, timeout: float | None) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        if not isinstance(session, RolloutSession):
+        if not isinstance(session, self._session_type):
             raise TypeError(f"not a RolloutSession: {type(session).__name__}")
         loop = asyncio.get_running_loop()
         waiter = _Waiter(session, monotonic(), loop.create_future())

@@ -30,6 +30,8 @@ class Pool(Interception):
     def __init__(self, server_factory: ServerFactory, requires_tunnel: bool, secrets: tuple[str, ...]) -> None:
         self.on_event: Callable[[TunnelEvent], None] | None = None
         """Called with each event of each server's tunnel."""
+        # What another framework's server registers is for it to say.
+        self._session_type: type = RolloutSession if server_factory is InterceptionServer else object
         if server_factory is InterceptionServer:
             server_factory = partial(InterceptionServer, requires_tunnel=requires_tunnel, state_service_secrets=secrets)
         self._factory = server_factory
@@ -190,7 +192,7 @@ class StaticInterceptionPool(Pool):
     def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        if not isinstance(session, RolloutSession):
+        if not isinstance(session, self._session_type):
             raise TypeError(f"not a RolloutSession: {type(session).__name__}")
         plan = place([ServerView(server.load, server.serving) for server in self._servers], 1, capacity=None)
         if not plan.assign:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tunnel.errors import TunnelError, TunnelGoneError
-from tunnel.health import PROBE_HEADER
+from tunnel.health import HEALTH_PATH, PROBE_HEADER
 from tunnel.keepalive import KeepAlive, TunnelClient
 from tunnel.policy import KeepAlivePolicy
 from tunnel.state import Counters, Gone, StateChanged, TunnelEvent, TunnelState
@@ -53,6 +53,8 @@ class Tunnel(ABC):
         self.path_prefix = MARK_PATH + secrets.token_hex(8) if mark == "path" else ""
         """What the URL handed out ends in: the server behind it must serve its routes under this path too. A random
         marker by which requests are known that came in through it, or empty: they are known by their Host."""
+        self.health_path: str | None = HEALTH_PATH
+        """What is probed. None, before `expose`, for a service without a health route: any HTTP answer will do."""
         self.counters = Counters()
         """For metrics."""
         self.gone: TunnelGoneError | None = None
@@ -150,6 +152,7 @@ class Tunnel(ABC):
         """Keep the URL serving; raises `TunnelGoneError` when it is gone."""
         self._keepalive = KeepAlive(
             client,
+            self.health_path,
             local_url=local_url,
             policy=self.policy,
             on_event=self._noted,
