@@ -5,9 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from verifiers.v1.errors import RolloutError
 from verifiers.v1.harness import HarnessSession
 
 from interception.integrations.verifiers.losses import watch_of
+from interception.integrations.verifiers.verdict import was_at_fault
 from tunnel.teardown import run_to_end
 
 logger = logging.getLogger("interception")
@@ -39,9 +41,11 @@ def guarded(turn: Turn, grace: float) -> Turn:
             lost.cancel()
             if not work.done():
                 await run_to_end(_end(work, self.trace.id))
+        failure = None if work.cancelled() else work.exception()
+        if watched.error is None and isinstance(failure, RolloutError) and await was_at_fault(watched):
+            # Mended meanwhile, perhaps; this harness has not lived to see it.
+            watched.lose(f"the tunnel was lost: it did not serve when the harness failed: {failure}", failure)
         if watched.error is not None:
-            if not work.cancelled():
-                work.exception()  # seen; what the harness made of it is no news
             # Raised here, so that verifiers need not find it there and make it its own cause.
             watched.session.error = None
             raise watched.error

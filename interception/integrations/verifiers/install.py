@@ -46,9 +46,11 @@ one are found by looking at all that are loaded."""
 
 KEPT = {
     "InterceptionServer": ("verifiers.v1.interception.server", "verifiers.v1.interception.pool"),
-    "PrimeTunnel": ("verifiers.v1.interception", "verifiers.v1.interception.tunnel", "verifiers.v1.interception.tunnel.prime"),
 }
 """Modules that keep verifiers' own: ours is made of it, and whoever asks for verifiers' pools by name gets them."""
+
+WHERE_NAMED_ONLY = ("PrimeTunnel",)
+"""Replaced in the modules above alone: elsewhere it is not for a tool server."""
 
 
 @dataclass
@@ -70,7 +72,8 @@ class Installation:
     def _replace_everywhere(self, name: str, ours: Any) -> None:
         modules = [sys.modules[importer] for importer in IMPORTERS[name]]
         original = self._originals[name] = getattr(modules[0], name)
-        modules += [module for module in list(sys.modules.values()) if _holds(module, name, original)]
+        if name not in WHERE_NAMED_ONLY:
+            modules += [module for module in list(sys.modules.values()) if _holds(module, name, original)]
         for module in dict.fromkeys(modules):
             if module.__name__ not in KEPT.get(name, ()) and module.__name__.partition(".")[0] != "interception":
                 self._replace(module, name, ours)

@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from verifiers.v1.errors import TunnelError as TheirTunnelError
 from verifiers.v1.session import RolloutSession
 
-from tunnel import TunnelError
-
-logger = logging.getLogger("interception")
+from tunnel import Tunnel, TunnelError
 
 
 class Watch:
     """One rollout's, from `register` to `unregister`."""
 
-    def __init__(self, session: RolloutSession) -> None:
+    def __init__(
+        self, session: RolloutSession, tunnel: Tunnel | None, identity: str, troubled_at: Callable[[], float]
+    ) -> None:
         self.session = session
+        self.tunnel = tunnel
+        """Of its server; None: it has none."""
+        self.identity = identity
+        """Of its server, on the answer of the health route."""
+        self.troubled_at = troubled_at
+        """When the tunnel was last seen not to serve, on the monotonic clock."""
         self.error: TheirTunnelError | None = None
         """Why it is lost. Kept here, for verifiers clears `session.error` on the way."""
         self.lost = asyncio.Event()
@@ -52,10 +57,9 @@ class Watch:
 _watches: dict[str, Watch] = {}  # by the id of the rollout's trace
 
 
-def watch(session: RolloutSession) -> Watch:
-    """Begin to watch over `session`'s rollout."""
-    watched = _watches[session.trace.id] = Watch(session)
-    return watched
+def watch(watched: Watch) -> None:
+    """Begin to watch over a rollout."""
+    _watches[watched.session.trace.id] = watched
 
 
 def watch_of(trace_id: str | None) -> Watch | None:

@@ -14,6 +14,7 @@ from interception.base import PoolMember
 from interception.integrations.verifiers.losses import as_theirs, watch_of
 from interception.integrations.verifiers.options import AnyConfig, Options, TheirElasticConfig, TheirStaticConfig, as_ours
 from interception.integrations.verifiers.server import InterceptionServer, Member
+from interception.integrations.verifiers.verdict import serves
 from interception.stats import PoolStats
 from tunnel import TunnelEvent
 
@@ -72,6 +73,7 @@ class _Pool(Interception):  # type: ignore[misc] # untyped
             watched = watch_of(session.trace.id)
             assert watched is not None
             yield slot.base_url, slot.model_secret, slot.state_secret
+            await serves(watched)
         watched.raise_if_unrecorded()
 
     def __repr__(self) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -13,8 +15,9 @@ from verifiers.v1.interception import InterceptionServerConfig as TheirServerCon
 from verifiers.v1.session import RolloutSession
 
 from interception.config import InterceptionServerConfig
-from interception.integrations.verifiers.losses import as_theirs, forget, watch, watch_of
+from interception.integrations.verifiers.losses import Watch, as_theirs, forget, watch, watch_of
 from interception.integrations.verifiers.options import Options, as_ours
+from interception.integrations.verifiers.verdict import serves
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
 from tunnel.teardown import run_to_end
 
@@ -56,6 +59,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
         self._lifecycle = asyncio.Lock()
         self._started = False
         self._has_health_route = False
+        self._troubled_at = -math.inf
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
         pair: tuple[str, str] = super().register(session)
-        watch(session)
+        watch(Watch(session, self.tunnel, self.identity, lambda: self._troubled_at))
         return pair
 
     def unregister(self, model_secret: str, state_secret: str) -> None:
@@ -171,6 +175,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
         if self.on_event is not None:
             self.on_event(event)
         if isinstance(event, StateChanged):
+            self._troubled_at = time.monotonic()  # it does not serve, or did not until now
             self._changed()
 
     def _tunnel_gone(self) -> None:
@@ -212,12 +217,16 @@ class InterceptionServer(Member):
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[tuple[str, str, str]]:
-        """Register `session` until the context is left; verifiers' `TunnelError` at its end if its tunnel was lost."""
+        """Register `session` until the context is left; verifiers' `TunnelError` at its end if its tunnel was lost.
+
+        What a harness makes of a dead URL is its own affair, so the URL is asked at the end, too.
+        """
         pair = self.register(session)
         watched = watch_of(session.trace.id)
         assert watched is not None
         try:
             yield self.base_url, *pair
+            await serves(watched)
         finally:
             self.unregister(*pair)
         watched.raise_if_unrecorded()
