@@ -11,7 +11,7 @@ except PackageNotFoundError:
     raise ImportError("verifiers is not installed: pip install 'interception-toolkit[verifiers]'") from None
 
 try:
-    from interception.integrations.verifiers.install import Installation, install, installed, uninstall
+    from interception.integrations.verifiers.installation import Installation, install, installed, uninstall
     from interception.integrations.verifiers.options import Options
     from interception.integrations.verifiers.pools import (
         ElasticInterceptionPool,

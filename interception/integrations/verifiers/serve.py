@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from interception.integrations.verifiers import install as installation
+from interception.integrations.verifiers import installation
 from interception.integrations.verifiers.options import Options
 
 

@@ -57,7 +57,8 @@ class ToolTunnel:
                 tunnel = make_tunnel(self.options.tunnel.model_copy(update={"mark": "host"}))
                 local = await probe(f"http://127.0.0.1:{port}{HEALTH_PATH}", timeout=HEALTH_TIMEOUT, through_proxy=False)
                 if not local.ok:
-                    tunnel.health_path = None  # in a container, where we are not installed
+                    # In a container, where we are not installed. MCP answers 406 to a bare GET.
+                    tunnel.health_path, tunnel.any_path = None, "/mcp"
                 url = await stack.enter_async_context(tunnel.expose(port))
             stack.callback(_lost_shared.pop, url, None)
             tunnel.on_gone = lambda: _tell(served, url, tunnel.gone)
