@@ -54,7 +54,7 @@ class Tunnel(ABC):
         """What the URL handed out ends in: the server behind it must serve its routes under this path too. A random
         marker by which requests are known that came in through it, or empty: they are known by their Host."""
         self.health_path: str | None = HEALTH_PATH
-        """What is probed. None, before `expose`, for a service without a health route: any answer of `any_path` will do."""
+        """What is probed. None, set before `expose`, where there is no such route: any answer of `any_path` will do."""
         self.any_path = "/"
         """Best a path whose answer a gateway would not give for a tunnel that it does not have: no 404."""
         self.counters = Counters()

@@ -1,7 +1,7 @@
 """Tests with verifiers itself: `pytest -m verifiers`, in an environment that has the extra."""
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,11 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Task sets are found by their module's name, here and in the processes of tool servers."""
     monkeypatch.syspath_prepend(str(TASKSETS))
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKSETS), root]))
     monkeypatch.setenv("MOCK_KEY", "mock")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    yield

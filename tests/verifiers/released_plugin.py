@@ -1,5 +1,5 @@
-"""A pytest plugin for verifiers' released tests: `-p tests.verifiers.released_plugin` with RELEASED_TESTS_INSTALL=1 runs
-them on ours; each result goes into the file RELEASED_TESTS_RESULTS, one `outcome nodeid` a line."""
+"""A pytest plugin for verifiers' released tests: `-p tests.verifiers.released_plugin` with RELEASED_TESTS_INSTALL=1
+runs them on ours; each result goes into the file RELEASED_TESTS_RESULTS, one `outcome nodeid` a line."""
 
 import os
 from pathlib import Path

@@ -104,7 +104,9 @@ def assert_none_lost_is_scored(found: list[Trace]) -> None:
             assert "tunnel was lost" in trace.errors[0].message
 
 
-async def test_a_cut_of_the_ssh_tunnel_fails_no_rollout(relay: RelayProcess, endpoint: Endpoint, tmp_path: Path) -> None:
+async def test_a_cut_of_the_ssh_tunnel_fails_no_rollout(
+    relay: RelayProcess, endpoint: Endpoint, tmp_path: Path
+) -> None:
     options = Options(tunnel=await ssh(relay, "one"))
     with installed(options):
         found = await with_fault(

@@ -52,9 +52,9 @@ def looked_up() -> dict[str, Any]:
     }
     found = {f"{module}.{name}": getattr(sys.modules[module], name) for module, each in names.items() for name in each}
     found["verifiers.v1.harness.HarnessSession.turn"] = vf.HarnessSession.turn
-    found["verifiers.v1.runtimes.subprocess.SubprocessRuntime.run_background"] = (
-        sys.modules["verifiers.v1.runtimes.subprocess"].SubprocessRuntime.run_background
-    )
+    found["verifiers.v1.runtimes.subprocess.SubprocessRuntime.run_background"] = sys.modules[
+        "verifiers.v1.runtimes.subprocess"
+    ].SubprocessRuntime.run_background
     return found
 
 

@@ -20,9 +20,7 @@ def test_the_change_is_three_lines_and_installs() -> None:
     lines = [line for line in CHANGE.splitlines() if line.strip()]
     assert len(lines) == 3
     stock, seen = their_interception.make_interception, []
-    exec(
-        textwrap.dedent(CHANGE), {"run_my_eval": lambda: seen.append(their_interception.make_interception)}
-    )
+    exec(textwrap.dedent(CHANGE), {"run_my_eval": lambda: seen.append(their_interception.make_interception)})
     assert seen != [stock]
     assert their_interception.make_interception is stock
 

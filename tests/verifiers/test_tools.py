@@ -79,9 +79,7 @@ async def test_its_rollout_hears_of_the_loss_of_a_tools_tunnel(
     async def expire_the_tools() -> None:
         await asyncio.to_thread(service.expire, service.created[1])
 
-    eval_config = config(
-        endpoint, tmp_path, STAMPS, harness={"id": "quick_harness", "turns": 1}, runtime="prime"
-    )
+    eval_config = config(endpoint, tmp_path, STAMPS, harness={"id": "quick_harness", "turns": 1}, runtime="prime")
     with installed(PRIME):
         endpoint.open.clear()
         running = asyncio.create_task(traces(eval_config))
@@ -161,5 +159,3 @@ async def test_other_background_programs_are_left_alone(tmp_path: Path) -> None:
             text = ""
             while "as it was" not in text:
                 text = await log()
-
-

@@ -28,8 +28,8 @@ except ImportError as error:
 
 __all__ = [
     "ElasticInterceptionPool",
-    "InterceptionServer",
     "Installation",
+    "InterceptionServer",
     "Options",
     "StaticInterceptionPool",
     "install",

@@ -41,8 +41,8 @@ IMPORTERS = {
     "serve_tools": ("verifiers.v1.mcp.launch", "verifiers.v1.mcp", "verifiers.v1.rollout"),
     "serve_env": ("verifiers.v1.serve.pool", "verifiers.v1.serve"),
 }
-"""Where verifiers itself looks a name up; the first is where it is defined or handed on. Other modules that have imported
-one are found by looking at all that are loaded."""
+"""Where verifiers itself looks a name up; the first is where it is defined or handed on. Other modules that have
+imported one are found by looking at all that are loaded."""
 
 KEPT = {
     "InterceptionServer": ("verifiers.v1.interception.server", "verifiers.v1.interception.pool"),
@@ -96,8 +96,8 @@ _installed: Installation | None = None
 def install(options: Options | None = None) -> Installation:
     """From now on verifiers runs on our pools, servers and tunnels, in this process and in the workers it spawns.
 
-    Raises `ImportError` for a version of verifiers whose shape is another one, `RuntimeError` if it is installed already
-    with other options. Call it before the eval, or use `installed()`. Logs (logger `interception`, INFO) what was replaced.
+    Raises `ImportError` for a version of verifiers whose shape is another one, `RuntimeError` if it is installed
+    already with other options. Call it before the eval, or use `installed()`. Logs (INFO) what was replaced.
     """
     global _installed
     options = options or Options()

@@ -1,6 +1,7 @@
 """What an installation is told, and verifiers' own configs as ours."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from verifiers.v1.interception import ElasticInterceptionPoolConfig as TheirElasticConfig
 from verifiers.v1.interception import InterceptionServerConfig as TheirServerConfig
@@ -16,15 +17,21 @@ from interception.config import (
 )
 from tunnel import CustomTunnelConfig, PrimeTunnelConfig, TunnelConfig
 
-TheirConfig = TheirServerConfig | TheirStaticConfig | TheirElasticConfig
-AnyConfig = TheirConfig | InterceptionServerConfig | StaticInterceptionPoolConfig | ElasticInterceptionPoolConfig
+AnyConfig: TypeAlias = (
+    TheirServerConfig
+    | TheirStaticConfig
+    | TheirElasticConfig
+    | InterceptionServerConfig
+    | StaticInterceptionPoolConfig
+    | ElasticInterceptionPoolConfig
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Of one server or pool, or of an installation. Picklable: they travel to worker processes."""
 
-    tunnel: TunnelConfig = PrimeTunnelConfig()
+    tunnel: TunnelConfig = PrimeTunnelConfig()  # noqa: RUF009 - frozen
     """What is opened where verifiers' config says `prime`, and for tool servers: any of ours that can be made many
     times over, with its own policy."""
     interception: InterceptionConfig | None = None

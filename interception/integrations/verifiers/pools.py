@@ -5,14 +5,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
+from verifiers.v1.interception import ElasticInterceptionPoolConfig as TheirElasticConfig
 from verifiers.v1.interception import Interception
+from verifiers.v1.interception import StaticInterceptionPoolConfig as TheirStaticConfig
 from verifiers.v1.session import RolloutSession
 
 from interception import config as configs
 from interception import elastic, pool
 from interception.base import PoolMember
 from interception.integrations.verifiers.losses import as_theirs, watch_of
-from interception.integrations.verifiers.options import AnyConfig, Options, TheirElasticConfig, TheirStaticConfig, as_ours
+from interception.integrations.verifiers.options import AnyConfig, Options, as_ours
 from interception.integrations.verifiers.server import InterceptionServer, Member
 from interception.integrations.verifiers.verdict import serves
 from interception.stats import PoolStats

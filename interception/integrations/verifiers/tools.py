@@ -1,6 +1,5 @@
-"""Tool servers that a remote harness reaches through a tunnel: kept serving, and their loss told to whom it concerns."""
+"""Tool servers that a remote harness reaches through a tunnel: kept serving, their loss told to whom it concerns."""
 
-import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -49,13 +48,15 @@ class ToolTunnel:
 
     @asynccontextmanager
     async def expose(self, port: int) -> AsyncIterator[str]:
-        """Makes `127.0.0.1:port` reachable; yields the public URL. Setting it up fails with verifiers' `TunnelError`."""
+        """Makes `127.0.0.1:port` reachable; yields the public URL. If it cannot, verifiers' `TunnelError`."""
         served = _served.get()  # of the rollout whose task this is, at this moment
         async with AsyncExitStack() as stack:
             with as_theirs():
                 # A marker in the path would have to be in the tool server's routes.
                 tunnel = make_tunnel(self.options.tunnel.model_copy(update={"mark": "host"}))
-                local = await probe(f"http://127.0.0.1:{port}{HEALTH_PATH}", timeout=HEALTH_TIMEOUT, through_proxy=False)
+                local = await probe(
+                    f"http://127.0.0.1:{port}{HEALTH_PATH}", timeout=HEALTH_TIMEOUT, through_proxy=False
+                )
                 if not local.ok:
                     # In a container, where we are not installed. MCP answers 406 to a bare GET.
                     tunnel.health_path, tunnel.any_path = None, "/mcp"

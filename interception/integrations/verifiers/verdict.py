@@ -1,4 +1,4 @@
-"""Whether a rollout's URL still served at the end of its harness: a harness sees a dead one before the keepalive does."""
+"""Whether a rollout's URL still served at its harness's end: a harness sees a dead one before the keepalive does."""
 
 import asyncio
 import logging
@@ -12,8 +12,8 @@ from tunnel.probe import probe
 logger = logging.getLogger("interception")
 
 VERDICT_TIMEOUT = 90.0
-"""Seconds until a tunnel that does not serve must have been mended or be known to be gone; then the rollout is lost. The
-keepalive finds a lost route in 11 to 38 s, and a restart may take 60."""
+"""Seconds until a tunnel that does not serve must have been mended or be known to be gone; then the rollout is lost.
+The keepalive finds a lost route in 11 to 38 s, and a restart may take 60."""
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at a URL that does not serve."""
@@ -52,7 +52,9 @@ async def serves(watched: Watch) -> bool:
                 if watched.error is None and await _answers(tunnel, watched.identity):
                     return False
             return watched.error is None
-    watched.lose(f"the tunnel was lost: {tunnel.url} did not serve for {VERDICT_TIMEOUT:.0f} s after the harness had ended")
+    watched.lose(
+        f"the tunnel was lost: {tunnel.url} did not serve for {VERDICT_TIMEOUT:.0f} s after the harness had ended"
+    )
     return False
 
 
