@@ -84,6 +84,7 @@ async def test_its_rollout_hears_of_the_loss_of_a_tools_tunnel(
         endpoint.open.clear()
         running = asyncio.create_task(traces(eval_config))
         await until(lambda: endpoint.held == 1 or running.done(), timeout=120)
+        assert not running.done(), running.result()
         await expire_the_tools()
         [trace] = await running  # the endpoint never answers: it ends because of the loss
     assert not trace.ok
@@ -106,7 +107,7 @@ async def test_a_launched_tool_server_has_the_health_route_and_its_own_endpoint(
             code, identity = await status(url.removesuffix("/mcp") + HEALTH_PATH)
             assert code == 200
             assert identity
-            assert (await status(url))[0] == 406, "MCP is behind it"
+            assert (await status(url))[0] in (200, 406), "MCP is behind it"
 
 
 async def test_a_server_without_the_route_is_kept_by_any_answer_of_its_mcp_endpoint(service: FakePrime) -> None:

@@ -58,7 +58,7 @@ class ToolTunnel:
                     f"http://127.0.0.1:{port}{HEALTH_PATH}", timeout=HEALTH_TIMEOUT, through_proxy=False
                 )
                 if not local.ok:
-                    # In a container, where we are not installed. MCP answers 406 to a bare GET.
+                    # In a container, where we are not installed. MCP's answer to a GET is no gateway's 404.
                     tunnel.health_path, tunnel.any_path = None, "/mcp"
                 url = await stack.enter_async_context(tunnel.expose(port))
             stack.callback(_lost_shared.pop, url, None)

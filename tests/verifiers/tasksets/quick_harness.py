@@ -19,6 +19,7 @@ class QuickConfig(HarnessConfig):
 class Quick(vf.Harness[QuickConfig]):
     NEEDS_CONTAINER = False
     EXECUTES_CODE = False
+    SUPPORTS_MCP = True  # it is told of tools, and calls none
     APPENDS_SYSTEM_PROMPT = True
 
     async def launch(
