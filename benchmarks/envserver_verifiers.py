@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import verifiers.v1.serve.pool as peer  # type: ignore[import-not-found]
+import verifiers.v1.serve.pool as peer
 
 from benchmarks import envserver_stub
 

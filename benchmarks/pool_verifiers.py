@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import verifiers.v1.interception.server  # type: ignore[import-not-found]
-from verifiers.v1.clients import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
+import verifiers.v1.interception.server
+from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.interception import (
     ElasticInterceptionPool,
     ElasticInterceptionPoolConfig,
 )
-from verifiers.v1.interception.tunnel import Tunnel  # type: ignore[import-not-found]
-from verifiers.v1.session import RolloutSession  # type: ignore[import-not-found]
-from verifiers.v1.trace import Trace  # type: ignore[import-not-found]
+from verifiers.v1.interception.tunnel import Tunnel
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.trace import Trace
 
 from benchmarks.pool_load import Pool, Starts, main
 

@@ -152,7 +152,7 @@ class ElasticInterceptionPool(Pool):
     async def _seat(self, session: RolloutSession, timeout: float | None) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        check_usable(session)
+        check_usable(session, self._session_type)
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout is a number of seconds, 0 or more, or None; not {timeout!r}")
         loop = asyncio.get_running_loop()

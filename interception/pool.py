@@ -33,6 +33,8 @@ class Pool(Interception):
     def __init__(self, server_factory: ServerFactory, requires_tunnel: bool, secrets: tuple[str, ...]) -> None:
         self.on_event: Callable[[TunnelEvent], None] | None = None
         """Called with each event of each server's tunnel."""
+        # What another framework's server registers is for it to say.
+        self._session_type: type = RolloutSession if server_factory is InterceptionServer else object
         if server_factory is InterceptionServer:
             server_factory = partial(InterceptionServer, requires_tunnel=requires_tunnel, state_service_secrets=secrets)
         self._factory = server_factory
@@ -205,7 +207,7 @@ class StaticInterceptionPool(Pool):
     def _seat(self, session: RolloutSession) -> tuple[PoolMember, Slot]:
         if not self._started:
             raise RuntimeError("the pool is not started")
-        check_usable(session)
+        check_usable(session, self._session_type)
         plan = place(self._servers, 1, capacity=None)
         if not plan.assign:
             raise TunnelError("no server of the pool is left: " + "; ".join(self._reasons))

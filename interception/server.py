@@ -183,7 +183,7 @@ class InterceptionServer(Interception):
 
         `TunnelError` when not healthy, `ValueError` for a session that was used before.
         """
-        check_usable(session)
+        check_usable(session, RolloutSession)
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
         route = _digest("route", session.id)

@@ -101,10 +101,13 @@ class Upstream(BaseModel):
         return url.rstrip("/")
 
 
-def check_usable(session: object) -> None:
-    """Raises `TypeError` or `ValueError` for what cannot be registered, on any server."""
+def check_usable(session: object, kind: type = object) -> None:
+    """Raises `TypeError` or `ValueError` for what cannot be registered, on any server. `kind`: what the servers take;
+    another framework's sessions are theirs to look at."""
+    if not isinstance(session, kind):
+        raise TypeError(f"not a {kind.__name__}: {type(session).__name__}")
     if not isinstance(session, RolloutSession):
-        raise TypeError(f"not a RolloutSession: {type(session).__name__}")
+        return
     if session.registered:
         raise ValueError(f"session {session.id} has been used already: make a new one for each rollout")
     if session.streaming == "live" and session.on_response:

@@ -51,7 +51,10 @@ class Tunnel(ABC):
         """What the URL handed out ends in: the server behind it must serve its routes under this path too. A random
         marker by which requests are known that came in through it, or empty: they are known by their Host."""
         self.health_path: str | None = HEALTH_PATH
-        """Where the local service answers 200. None: it has no such route, and any HTTP answer of its `/` will do."""
+        """Where the local service answers 200. None, set before `expose`: it has no such route, and any HTTP answer of
+        its `any_path` will do."""
+        self.any_path = "/"
+        """Best a path whose answer a gateway would not give for a tunnel that it does not have: no 404."""
         self.counters = Counters()
         """For metrics."""
         self.gone: TunnelGoneError | None = None
@@ -157,6 +160,7 @@ class Tunnel(ABC):
             self.health_path,
             local_url=local_url,
             policy=self.policy,
+            any_path=self.any_path,
             on_event=self._noted,
             can_restart=self.restartable,
             in_use=lambda: self.in_use(),

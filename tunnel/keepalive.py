@@ -118,6 +118,7 @@ class _Restarts:
 class KeepAlive:
     """`keep_serving` with handles: its state, and evidence that comes from outside.
 
+    `any_path` is asked for where there is no health route: best one whose answer is no gateway's own 404.
     `can_restart=False` only watches: the state is kept, nothing is restarted and nothing is gone.
     `breaks_off_restarts`: the client ends together with its keepalive, so that a restart need not be awaited when that
     is cancelled. `in_use` says whether anybody waits behind the URL, `in_flight` how many requests are being answered.
@@ -134,6 +135,7 @@ class KeepAlive:
         *,
         local_url: str,
         policy: KeepAlivePolicy,
+        any_path: str = "/",
         on_event: Callable[[TunnelEvent], None] | None = None,
         can_restart: bool = True,
         breaks_off_restarts: bool = True,
@@ -148,7 +150,7 @@ class KeepAlive:
             raise TunnelError("the tunnel client has no URL yet: start it before keep_serving")
         self._client = client
         self._url = client.url.rstrip("/")
-        self._probe_urls = self._url + (path or "/"), local_url.rstrip("/") + (path or "/")
+        self._probe_urls = self._url + (path or any_path), local_url.rstrip("/") + (path or any_path)
         self._has_health = path is not None
         self._policy = policy
         self._on_event = on_event

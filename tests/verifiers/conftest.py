@@ -1,6 +1,49 @@
-"""Tests with verifiers itself are found only where it is installed."""
+"""Tests with verifiers itself: `pytest -m verifiers`, in an environment that has the extra."""
 
+import os
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TASKSETS = Path(__file__).with_name("tasksets")
 
 if find_spec("verifiers") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    import verifiers.v1.runtimes as runtimes
+
+    from tests.verifiers.evals import Endpoint, RemoteSubprocess
+
+    @pytest.fixture
+    async def endpoint() -> AsyncIterator[Endpoint]:
+        async with Endpoint() as endpoint:
+            yield endpoint
+
+    @pytest.fixture
+    def remote(monkeypatch: pytest.MonkeyPatch) -> None:
+        """verifiers' `prime` runtime is a process of this host that cannot reach it but through a tunnel."""
+        runtime_of = runtimes._runtime_cls
+        monkeypatch.setattr(
+            runtimes,
+            "_runtime_cls",
+            lambda config: RemoteSubprocess if config.type == "prime" else runtime_of(config),
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.verifiers)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # of a hundred packages that are not ours
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task sets are found by their module's name, here and in the processes of tool servers."""
+    monkeypatch.syspath_prepend(str(TASKSETS))
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKSETS), root]))
+    monkeypatch.setenv("MOCK_KEY", "mock")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

@@ -1,0 +1,72 @@
+"""What an installation is told, and verifiers' own configs as ours."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from verifiers.v1.interception import ElasticInterceptionPoolConfig as TheirElasticConfig
+from verifiers.v1.interception import InterceptionServerConfig as TheirServerConfig
+from verifiers.v1.interception import StaticInterceptionPoolConfig as TheirStaticConfig
+from verifiers.v1.interception.tunnel import CustomTunnelConfig as TheirCustomConfig
+from verifiers.v1.interception.tunnel import PrimeTunnelConfig as TheirPrimeConfig
+
+from interception.config import (
+    ElasticInterceptionPoolConfig,
+    InterceptionConfig,
+    InterceptionServerConfig,
+    StaticInterceptionPoolConfig,
+)
+from tunnel import CustomTunnelConfig, PrimeTunnelConfig, TunnelConfig
+
+AnyConfig: TypeAlias = (
+    TheirServerConfig
+    | TheirStaticConfig
+    | TheirElasticConfig
+    | InterceptionServerConfig
+    | StaticInterceptionPoolConfig
+    | ElasticInterceptionPoolConfig
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of one server or pool, or of an installation. Picklable: they travel to worker processes."""
+
+    tunnel: TunnelConfig = PrimeTunnelConfig()  # noqa: RUF009 - frozen
+    """What is opened where verifiers' config says `prime`, and for tool servers: any of ours that can be made many
+    times over, with its own policy."""
+    interception: InterceptionConfig | None = None
+    """A config of ours in the place of whatever verifiers' own config says; None: that one is followed."""
+    grace: float = 2.0
+    """Seconds for which a harness whose tunnel was lost may end by itself before it is ended."""
+
+    def __post_init__(self) -> None:
+        ElasticInterceptionPoolConfig(tunnel=self.tunnel)  # it says what cannot be made many times over, and why
+        if not self.grace >= 0:
+            raise ValueError(f"grace must be 0 or more seconds, not {self.grace!r}")
+
+
+def as_ours(config: AnyConfig | None, options: Options) -> InterceptionConfig:
+    """The config of ours that says the same: `prime` becomes `options.tunnel`, `custom` stays; ours pass."""
+    match config:
+        case InterceptionServerConfig() | StaticInterceptionPoolConfig() | ElasticInterceptionPoolConfig():
+            return config
+        case TheirServerConfig():
+            return _server(config, options)
+        case TheirStaticConfig():
+            return StaticInterceptionPoolConfig(servers=[_server(server, options) for server in config.servers])
+        case TheirElasticConfig():
+            return ElasticInterceptionPoolConfig(multiplex=config.multiplex, tunnel=options.tunnel)
+        case None:
+            return InterceptionServerConfig(tunnel=options.tunnel)
+        case _:
+            raise TypeError(f"neither an interception config of verifiers nor one of ours: {type(config).__name__}")
+
+
+def _server(config: TheirServerConfig, options: Options) -> InterceptionServerConfig:
+    match config.tunnel:
+        case TheirCustomConfig(url=url, port=port):
+            return InterceptionServerConfig(tunnel=CustomTunnelConfig(url=url, port=port))
+        case TheirPrimeConfig():
+            return InterceptionServerConfig(tunnel=options.tunnel)
+        case other:
+            raise TypeError(f"a tunnel that is not known here: {type(other).__name__}")

@@ -1,0 +1,129 @@
+"""Tool servers that a remote harness reaches through a tunnel: kept serving, their loss told to whom it concerns."""
+
+import logging
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verifiers.v1.errors import TunnelError as TheirTunnelError
+
+from interception.integrations.verifiers.losses import as_theirs, watch_of, watches
+from interception.integrations.verifiers.options import Options
+from tunnel import HEALTH_PATH, TunnelGoneError, make_tunnel
+from tunnel.probe import probe
+
+logger = logging.getLogger("interception")
+
+LAUNCHER = "interception.integrations.verifiers.toolserver"
+
+HEALTH_TIMEOUT = 5.0
+"""Seconds to find out whether a tool server on this host has the health route."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Whose tool servers are being started."""
+
+    trace_id: str
+    remote: bool
+    """Its harness does not reach this host's loopback."""
+
+
+_served: ContextVar[_Served | None] = ContextVar("interception_verifiers_served", default=None)
+
+_lost_shared: dict[str, str] = {}
+"""Public URLs of shared tool servers whose tunnel was lost, with why, until they are stopped."""
+
+
+class ToolTunnel:
+    """In the place of the `PrimeTunnel` that verifiers opens for a tool server on this host."""
+
+    options: ClassVar[Options] = Options()
+
+    def __init__(self, config: object = None) -> None:
+        self.config = config
+
+    @asynccontextmanager
+    async def expose(self, port: int) -> AsyncIterator[str]:
+        """Makes `127.0.0.1:port` reachable; yields the public URL. If it cannot, verifiers' `TunnelError`."""
+        served = _served.get()  # of the rollout whose task this is, at this moment
+        async with AsyncExitStack() as stack:
+            with as_theirs():
+                # A marker in the path would have to be in the tool server's routes.
+                tunnel = make_tunnel(self.options.tunnel.model_copy(update={"mark": "host"}))
+                local = await probe(
+                    f"http://127.0.0.1:{port}{HEALTH_PATH}", timeout=HEALTH_TIMEOUT, through_proxy=False
+                )
+                if not local.ok:
+                    # In a container, where we are not installed. MCP's answer to a GET is no gateway's 404.
+                    tunnel.health_path, tunnel.any_path = None, "/mcp"
+                url = await stack.enter_async_context(tunnel.expose(port))
+            stack.callback(_lost_shared.pop, url, None)
+            tunnel.on_gone = lambda: _tell(served, url, tunnel.gone)
+            yield url
+
+
+def _tell(served: _Served | None, url: str, gone: TunnelGoneError | None) -> None:
+    reason = f"the tunnel of a tool server was lost: {gone}"
+    if served is not None:
+        if (watched := watch_of(served.trace_id)) is not None:
+            watched.lose(reason, gone)
+        return
+    # Nobody restarts a shared tool server: whoever needs it fails, and the eval goes on.
+    logger.error("the tunnel of a shared tool server was lost, rollouts that use it fail from now on: %s", gone)
+    _lost_shared[url] = reason
+    for watched in watches():
+        if any(_under(tool, url) for tool in watched.shared_tools):
+            watched.lose(reason, gone)
+
+
+def _under(tool_url: str, url: str) -> bool:
+    return tool_url == url or tool_url.startswith(f"{url}/")
+
+
+ServeTools = Callable[..., AbstractAsyncContextManager[dict[str, str]]]
+
+
+def told(serve_tools: ServeTools) -> ServeTools:
+    """verifiers' `serve_tools`, by which the tunnels opened inside know whose they are."""
+
+    @asynccontextmanager
+    async def told_serve_tools(
+        toolsets: list[Any], harness_runtime: Any, shared: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> AsyncIterator[dict[str, str]]:
+        trace_id = kwargs.get("state_route") or ""
+        if (watched := watch_of(trace_id)) is not None:
+            watched.shared_tools = {server.url for server in (shared or {}).values()}
+        for server in (shared or {}).values():
+            for url, reason in _lost_shared.items():
+                if _under(server.url, url):
+                    raise TheirTunnelError(reason)
+        async with AsyncExitStack() as stack:
+            # Only while they are started: the rest of the rollout's task is not about tool servers.
+            token = _served.set(_Served(trace_id, remote=not harness_runtime.is_local))
+            try:
+                urls = await stack.enter_async_context(serve_tools(toolsets, harness_runtime, shared, **kwargs))
+            finally:
+                _served.reset(token)
+            yield urls
+
+    return told_serve_tools
+
+
+RunBackground = Callable[..., Awaitable[None]]
+
+
+def with_health_route(run_background: RunBackground) -> RunBackground:
+    """A subprocess runtime's `run_background` that starts tool servers by our launcher, which adds the health route."""
+
+    async def run_background_with_health_route(self: Any, argv: list[str], env: dict[str, str], log: str) -> None:
+        served = _served.get()
+        is_tool_server = "VF_CONFIG" in env and len(argv) == 3 and argv[:2] == [sys.executable, "-m"]
+        if is_tool_server and (served is None or served.remote):
+            argv = [sys.executable, "-m", LAUNCHER, argv[2]]
+        await run_background(self, argv, env, log)
+
+    return run_background_with_health_route

@@ -1,0 +1,34 @@
+"""The README's lines for verifiers do what they say."""
+
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+import verifiers.v1.interception as their_interception
+from verifiers.v1.configs.retries import RetryConfig
+from verifiers.v1.errors import TunnelError
+from verifiers.v1.trace import Error
+from verifiers.v1.utils.retries import RetryState
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+[CHANGE] = re.findall(r"^```python verifiers\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+[CONFIG] = re.findall(r"^```toml\n(\[\[env\.agent.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_change_is_three_lines_and_installs() -> None:
+    lines = [line for line in CHANGE.splitlines() if line.strip()]
+    assert len(lines) == 3
+    stock, seen = their_interception.make_interception, []
+    exec(textwrap.dedent(CHANGE), {"run_my_eval": lambda: seen.append(their_interception.make_interception)})
+    assert seen != [stock]
+    assert their_interception.make_interception is stock
+
+
+def test_three_lines_of_config_are_verifiers_own_and_match_the_error() -> None:
+    assert len(CONFIG.splitlines()) == 3
+    rules = tomllib.loads(CONFIG)["env"]["agent"]["retries"]
+    state = RetryState(RetryConfig.model_validate(rules))
+    lost = Error(type=TunnelError.__name__, message="the tunnel was lost")
+    assert state.next_error([lost]) is lost
+    assert state.next_error([Error(type="HarnessError", message="")]) is None
