@@ -127,6 +127,22 @@ async def test_what_the_env_itself_raises_is_shown_with_its_own_lines() -> None:
     assert err.splitlines()[-1].endswith("could not be loaded: ValueError: the weights are missing")
 
 
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("sys.exit", "error: tests.envserver.scripted:misbehave called sys.exit(0) instead of making an env"),
+        ("serving raises", "misbehave could not be served: ValueError: the weights are missing"),
+        ("serving exits", "misbehave could not be served: RuntimeError: serving() of the env called sys.exit(0)"),
+    ],
+)
+async def test_an_env_that_prevents_its_serving_is_an_error_in_short(how: str, says: str) -> None:
+    arguments = ["tests.envserver.scripted:misbehave", "--kwargs", f'{{"how": "{how}"}}', "--address", "127.0.0.1:0"]
+    code, _, err = await run("serve", *arguments)
+    assert code == 1
+    assert err.splitlines()[-1].endswith(says)
+    assert not any(part in err for part in ("Traceback", "asyncio/", "typer", "envserver/server.py"))
+
+
 async def test_an_env_in_the_current_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text("from tests.envserver.scripted import misbehave\n")
     _, _, err = await run("serve", "my_env:misbehave", "--kwargs", '{"how": "raise"}', cwd=tmp_path)
