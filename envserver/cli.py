@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def serve(
     ] = "tcp://127.0.0.1:5000",
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
 ) -> None:
-    """Serve an env until Ctrl-C or SIGTERM, with a live line of worker states.
+    """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
 
     The first signal lets runs under way end (at most 30 s), a second one does not.
 
@@ -73,6 +74,9 @@ def serve(
         server = make_server(
             env, arguments, max_workers=workers, elastic=elastic, multiplex=multiplex, address=_full(address)
         )
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with _told_in_short(f"{env} could not be served"):
         serve_until_told(server, alongside=lambda: _show_states(server, console))
 

@@ -162,7 +162,9 @@ class EnvServer:
 
     async def _stop(self) -> None:
         self._draining = True
-        self._why = "cancelled: the env server is shutting down"
+        by_itself = self._zsocket is not None and self._host is not None and self._host.done()
+        why = "serving() of the env has ended" if by_itself else "the env server is shutting down"
+        self._why = f"cancelled: {why}"
         tasks = [run.task for run in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -174,7 +176,9 @@ class EnvServer:
         if self._host is not None:
             if self._zsocket is None:  # not up yet
                 self._host.cancel()
-            await asyncio.wait([self._host])
+            if not (await asyncio.wait([self._host], timeout=CANCEL_TIMEOUT))[0]:
+                logger.warning("serving() of the env has not ended after %g s; it is waited for", CANCEL_TIMEOUT)
+                await asyncio.wait([self._host])
             if self._zsocket is not None and not self._host.cancelled() and (error := self._host.exception()):
                 logger.error("serving() of the env failed: %s", error, exc_info=error)
         socket, self._socket = self._socket, None

@@ -65,6 +65,23 @@ async def test_it_serves_until_a_signal(number: int) -> None:
     assert any("1 starting" in line for line in lines)
 
 
+async def test_a_terminal_that_is_closed_ends_it_as_any_signal_does_and_nohup_keeps_it() -> None:
+    async with serving("--workers", "2") as (process, _, lines):
+        process.send_signal(signal.SIGHUP)
+        assert await process.wait() == 0
+    assert "no longer serving" in "".join(lines)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does it
+    try:
+        async with serving() as (process, address, _):
+            process.send_signal(signal.SIGHUP)
+            assert (await run("health", address))[0] == 0
+            process.terminate()
+            assert await process.wait() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_workers_are_shown_as_they_come(tmp_path: Path) -> None:
     async with serving("--workers", "2") as (process, address, lines):
         async with asyncio.timeout(60):

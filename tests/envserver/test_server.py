@@ -325,10 +325,16 @@ async def test_an_env_whose_resources_fail_later_fails_the_server() -> None:
                 yield
 
     async with EnvServer(Fragile()) as server:
-        failing = asyncio.create_task(server.wait_failed())
-        broken.set()
-        with pytest.raises(EnvServerError, match=r"serving.* failed"):
-            await failing
+        with Caller(server.address) as caller:
+            await caller.send("run", {"do": "wait"})
+            await until(lambda: server.in_flight)
+            failing = asyncio.create_task(server.wait_failed())
+            broken.set()
+            with pytest.raises(EnvServerError, match=r"serving.* failed"):
+                await failing
+            await server.stop()
+            _, _, reply = await caller.receive()
+            assert reply["error"] == "cancelled: serving() of the env has ended"
 
 
 async def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: EnvServer, tmp_path: Path) -> None:
@@ -337,6 +343,27 @@ async def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server
         await EnvServer(MAKE, {"marks": str(tmp_path)}, address=server.address).start()
     assert not (tmp_path / "entered").exists()
     assert descriptors() == before
+
+
+async def test_a_serving_that_does_not_end_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.server.CANCEL_TIMEOUT", 0.01)
+    end = asyncio.Event()
+
+    class Lingering(ScriptedEnv):
+        @contextlib.asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+            await end.wait()
+
+    server = EnvServer(Lingering())
+    await server.start()
+    stopping = asyncio.create_task(server.stop())
+    await until(lambda: "serving() of the env has not ended" in caplog.text)
+    assert not stopping.done()
+    end.set()
+    await stopping
 
 
 async def test_a_path_is_given_back(tmp_path: Path) -> None:
