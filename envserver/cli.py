@@ -3,9 +3,11 @@
 import asyncio
 import json
 import logging
+import signal
 import sys
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +55,7 @@ def serve(
     ] = "tcp://127.0.0.1:5000",
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
 ) -> None:
-    """Serve an env until Ctrl-C or SIGTERM, with a live line of worker states.
+    """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
 
     The first signal lets runs under way end (at most 30 s), a second one does not.
 
@@ -68,16 +70,15 @@ def serve(
     if not isinstance(arguments, dict):
         raise typer.BadParameter('write a JSON object, like {"split": "test"}', param_hint="--kwargs")
     sys.path.insert(0, "")  # an env in the current folder, as `python -m` has it for itself
-    try:
+    with _told_in_short(f"{env} could not be loaded"):
         server = make_server(
             env, arguments, max_workers=workers, elastic=elastic, multiplex=multiplex, address=_full(address)
         )
-    except EnvServerError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the env's own code does
-        _show_theirs(error)
-        raise EnvServerError(f"{env} could not be loaded: {type(error).__name__}: {error}") from None
-    serve_until_told(server, alongside=lambda: _show_states(server, console))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    with _told_in_short(f"{env} could not be served"):
+        serve_until_told(server, alongside=lambda: _show_states(server, console))
 
 
 @app.command()
@@ -138,6 +139,17 @@ def _line(address: str, states: dict[str, int]) -> str:
     return f"{address}: " + ", ".join(f"{count} {name}" for name, count in states.items())
 
 
+@contextmanager
+def _told_in_short(what: str) -> Iterator[None]:
+    try:
+        yield
+    except EnvServerError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the env's own code does
+        _show_theirs(error)
+        raise EnvServerError(f"{what}: {type(error).__name__}: {error}") from None
+
+
 def _show_theirs(error: Exception) -> None:
     """The traceback of what the env's own code did, without ours above it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _ours(frame.filename)]
@@ -145,7 +157,8 @@ def _show_theirs(error: Exception) -> None:
 
 
 def _ours(filename: str) -> bool:
-    return filename.startswith((__file__.removesuffix("cli.py"), "<frozen importlib")) or "/importlib/" in filename
+    ours = __file__.removesuffix("cli.py"), asyncio.__file__.removesuffix("__init__.py"), "<frozen importlib"
+    return filename.startswith(ours) or "/importlib/" in filename
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The client of an env server, or of a pool of them: many requests in flight on one connection."""
 
 import asyncio
+import inspect
 import itertools
 import logging
 import os
@@ -22,7 +23,7 @@ from envserver.wire import (
     encode,
     parse_answer,
 )
-from envserver.zsocket import CONNECTED, DISCONNECTED, ConnectionWatch, ZSocket
+from envserver.zsocket import CONNECTED, DISCONNECTED, ConnectionWatch, ZSocket, check_address
 
 logger = logging.getLogger("envserver")
 
@@ -47,6 +48,7 @@ class EnvClient:
     """
 
     def __init__(self, address: str, *, connect_timeout: float = CONNECT_TIMEOUT) -> None:
+        check_address(address, "cannot connect to")
         self.address = address
         self._connect_timeout = connect_timeout
         self._pending: dict[bytes, _Pending] = {}
@@ -87,6 +89,8 @@ class EnvClient:
         longer. What `on_delta` raises ends the run and is raised here. A run that is cancelled here, for whatever
         reason, is cancelled there.
         """
+        if on_delta is not None and (not callable(on_delta) or inspect.iscoroutinefunction(on_delta)):
+            raise TypeError("on_delta is a plain function of one delta: nobody would await it")
         pending = self._send(RUN, request, on_delta)
         try:
             return await pending.future
@@ -118,6 +122,8 @@ class EnvClient:
             data = encode(payload)
         except ValueError as error:
             raise EnvServerError(f"the request is {error}") from None
+        if self._connection is not None and not self._connection.here:
+            raise EnvServerError("this client is used in another event loop: make one in each")
         if self._connection is None:
             self._connection = _Connection(self.address, self._answered, self._lost, self._connect_timeout)
         pending = _Pending(self._new_id(), method, asyncio.get_running_loop().create_future(), on_delta)
@@ -219,6 +225,11 @@ class _Connection:
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
             connect_timeout, self._end, f"nobody answers at {address}: no connection within {connect_timeout:g} s"
         )
+
+    @property
+    def here(self) -> bool:
+        """It belongs to the loop that runs; no other would ever hear of an answer."""
+        return self._loop is asyncio.get_running_loop()
 
     def send(self, parts: list[bytes]) -> None:
         if self._unsent or not self._zsocket.send(parts):

@@ -30,9 +30,16 @@ class Env(Protocol):
 def load_env(name: str, kwargs: dict[str, Any] | None = None) -> Env:
     """The env that `package.module:factory` makes when called with `kwargs`.
 
-    Raises `EnvServerError` if there is no such thing, or what it makes is no env. What the module or the factory
-    raises itself goes through as it is.
+    Raises `EnvServerError` if there is no such thing, what it makes is no env, or it calls `sys.exit` (with status 0,
+    say, that would look like a good end). What else the module or the factory raises goes through as it is.
     """
+    try:
+        return _load_env(name, kwargs)
+    except SystemExit as error:
+        raise EnvServerError(f"{name} called sys.exit({error.code!r}) instead of making an env") from error
+
+
+def _load_env(name: str, kwargs: dict[str, Any] | None) -> Env:
     module_name, colon, factory_name = name.partition(":")
     if not (colon and module_name and factory_name):
         raise EnvServerError(f"an env is named package.module:factory, not {name!r}")

@@ -48,7 +48,10 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
             assert report_fd is not None
             os.write(report_fd, address.encode() + b"\n")
 
-        drain_timeout = job.pop("drain_timeout", None)
-        serve_until_told(make_server(**job, log_setup=log_setup), ready=ready, drain_timeout=drain_timeout)
+        # Half of the time until this process is killed is the runs', half of the rest the workers': a broker that is
+        # killed leaves its folder behind.
+        stop_timeout = job.pop("stop_timeout")
+        made = make_server(**job, log_setup=log_setup, kill_grace=stop_timeout / 4)
+        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2)
     else:
         raise EnvServerError(f"no job has the role {role!r}")

@@ -24,7 +24,7 @@ from envserver.startup import startup_error
 from envserver.teardown import run_to_end
 from envserver.wire import Part, decode, encode
 from envserver.worker import Worker
-from envserver.zsocket import ZSocket, listen
+from envserver.zsocket import ZSocket, check_address, listen, unlink_address
 
 logger = logging.getLogger("envserver")
 
@@ -74,6 +74,7 @@ class EnvServerPool:
             raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
         if multiplex < 1:
             raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+        check_address(address, "cannot listen on")
         self.address = address
         """Where it listens; concrete once `start` has returned."""
         self._env = env
@@ -471,6 +472,9 @@ class EnvServerPool:
             self._folder = None
 
     async def _close_frontend(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            unlink_address(self.address)
         if self._frontend is not None and self._dispatcher.outbox is not None:
             outbox = self._dispatcher.outbox
             deadline = self._now + self._policy.flush_timeout
@@ -478,8 +482,8 @@ class EnvServerPool:
                 await asyncio.sleep(0.01)
             outbox.close()
             self._frontend.close(linger=int(self._policy.flush_timeout * 1000))
-        elif self._listener is not None:
-            self._listener.close(0)
+        elif listener is not None:
+            listener.close(0)
         context, self._context = self._context, None  # two may be stopping it
         if context is not None:
             await asyncio.to_thread(context.term)

@@ -20,6 +20,7 @@ from envserver.child import Child
 from envserver.env import Env
 from envserver.errors import EnvServerError
 from envserver.jobs import pack_callable
+from envserver.limits import PoolPolicy
 from envserver.orphan import end_with_parent
 from envserver.server import EnvServer
 from envserver.startup import TIMEOUT, startup_error, traceback_path
@@ -49,8 +50,10 @@ def make_server(
     address: str | None = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    kill_grace: float | None = None,
 ) -> "EnvServer | EnvServerPool":
-    """What serves an env with these numbers: one worker is this process itself, more are a pool's."""
+    """What serves an env with these numbers: one worker is this process itself, more are a pool's, which gives them
+    `kill_grace` seconds from SIGTERM to SIGKILL (None: the policy's)."""
     if max_workers is not None and max_workers < 1:
         raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
     if multiplex < 1:
@@ -72,6 +75,7 @@ def make_server(
         address=address or ADDRESS,
         log_setup=log_setup,
         log_path=log_path,
+        policy=None if kill_grace is None else PoolPolicy(kill_grace=kill_grace),
     )
 
 
@@ -294,7 +298,7 @@ async def env_server(
             "address": address,
             "log_setup": pack_callable(log_setup),
             "log_path": None if log_path is None else os.fspath(log_path),
-            "drain_timeout": stop_timeout / 2,
+            "stop_timeout": stop_timeout,
         }
         yield await server.start(job, timeout)
     finally:

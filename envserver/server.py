@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 from typing import Any, NoReturn, Self
 
 import zmq
@@ -26,7 +27,7 @@ from envserver.wire import (
     parse_request,
     success,
 )
-from envserver.zsocket import TURN, ZSocket, listen
+from envserver.zsocket import TURN, ZSocket, check_address, listen, unlink_address
 
 logger = logging.getLogger("envserver")
 
@@ -63,6 +64,7 @@ class EnvServer:
             raise EnvServerError("env_kwargs are for an env that is named, not for one that is made already")
         else:
             check_env(env, "the caller")
+        check_address(address, "cannot listen on")
         self.address = address
         self.dropped = 0
         self._env: Env = env
@@ -151,13 +153,18 @@ class EnvServer:
         }
 
     async def _serve(self, up: asyncio.Event) -> None:
-        async with self._env.serving():
-            up.set()
-            await self._ending.wait()
+        try:
+            async with self._env.serving():
+                up.set()
+                await self._ending.wait()
+        except SystemExit as error:
+            raise RuntimeError(f"serving() of the env called sys.exit({error.code!r})") from error
 
     async def _stop(self) -> None:
         self._draining = True
-        self._why = "cancelled: the env server is shutting down"
+        by_itself = self._zsocket is not None and self._host is not None and self._host.done()
+        why = "serving() of the env has ended" if by_itself else "the env server is shutting down"
+        self._why = f"cancelled: {why}"
         tasks = [run.task for run in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -169,17 +176,22 @@ class EnvServer:
         if self._host is not None:
             if self._zsocket is None:  # not up yet
                 self._host.cancel()
-            await asyncio.wait([self._host])
+            if not (await asyncio.wait([self._host], timeout=CANCEL_TIMEOUT))[0]:
+                logger.warning("serving() of the env has not ended after %g s; it is waited for", CANCEL_TIMEOUT)
+                await asyncio.wait([self._host])
             if self._zsocket is not None and not self._host.cancelled() and (error := self._host.exception()):
                 logger.error("serving() of the env failed: %s", error, exc_info=error)
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            unlink_address(self.address)
         if self._zsocket is not None and self._outbox is not None:
             deadline = self._loop.time() + FLUSH_TIMEOUT
             while not self._outbox.empty and self._loop.time() < deadline:  # noqa: ASYNC110 - it sends by itself
                 await asyncio.sleep(0.01)
             self._outbox.close()
             self._zsocket.close(linger=int(FLUSH_TIMEOUT * 1000))
-        elif self._socket is not None:
-            self._socket.close(0)
+        elif socket is not None:
+            socket.close(0)
         context, self._context = self._context, None
         if context is not None:
             await asyncio.to_thread(context.term)  # waits for what was sent last
@@ -221,6 +233,10 @@ class EnvServer:
             return await self._env.run(payload, emit)
         except SystemExit as error:  # as argparse does it: not meant for the process that serves everyone
             raise RuntimeError(f"the env called sys.exit({error.code!r})") from error
+        except KeyboardInterrupt as error:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                raise  # it may be a Ctrl-C
+            raise RuntimeError("the env raised KeyboardInterrupt") from error
 
     def _ended(self, run: "_Run", task: "asyncio.Task[dict[str, Any]]") -> None:
         self._running.pop((run.request.client, run.request.id), None)

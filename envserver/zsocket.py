@@ -5,7 +5,12 @@ consume that. So whoever has called it looks again whether there is something to
 """
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
+import socket as socketlib
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,6 +154,22 @@ def _log_error(error: Exception) -> None:
     logger.error("a message could not be handled: %s", error, exc_info=error)
 
 
+def check_address(address: str, cannot: str) -> None:
+    """Raises `EnvServerError`, whose text begins with `cannot`, for what zmq would not refuse by itself: to it a port
+    beyond 65535 is another port, and an `inproc` address is one that nobody outside can reach."""
+    usual = "an address is like tcp://127.0.0.1:5000 or ipc:///run/env.sock"
+    if not isinstance(address, str) or not address.isprintable():
+        raise EnvServerError(f"{cannot} {address!a}: {usual}")
+    protocol, _, rest = address.partition("://")
+    if protocol not in ("tcp", "ipc") or not rest:
+        raise EnvServerError(f"{cannot} {address}: {usual}")
+    port = rest.rpartition(":")[2]
+    if protocol == "tcp" and port.isdecimal() and int(port) > MAX_PORT:
+        raise EnvServerError(f"{cannot} {address}: ports end at {MAX_PORT}")
+
+
+MAX_PORT = 65_535
+
 MAX_MESSAGE = 1 << 30
 """Bytes of one frame. Who sends more is disconnected by zmq."""
 
@@ -160,11 +181,45 @@ def listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "tuple[zm
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        _refuse_taken(address)
         socket.bind(address)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, OSError) as error:
         socket.close(0)
-        raise EnvServerError(f"cannot listen on {address}: {error.strerror}") from None
+        raise EnvServerError(f"cannot listen on {address}: {error.strerror or error}") from None
+    except BaseException:
+        socket.close(0)  # the context would wait for it, for ever
+        raise
+
+
+def unlink_address(address: str) -> None:
+    """Remove the path of an ipc address, which zmq leaves behind. Before its socket is closed: while that listens
+    nobody else takes the path."""
+    if (path := _path_of(address)) is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _path_of(address: str) -> str | None:
+    path = address.removeprefix("ipc://")
+    return None if path == address or path.startswith("@") else path
+
+
+def _refuse_taken(address: str) -> None:
+    """zmq removes whatever is at the path of an ipc address, also a server that still listens there, or a file."""
+    if (path := _path_of(address)) is None:
+        return
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "there is a file, which is no socket")
+        with socketlib.socket(socketlib.AF_UNIX) as probe:
+            probe.setblocking(False)  # a full backlog is somebody, too
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return  # nobody, or what a server that was killed has left
+    except BlockingIOError:
+        pass
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)

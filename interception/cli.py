@@ -28,6 +28,9 @@ from tunnel import TunnelConfig, TunnelError
 
 T = TypeVar("T")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those by which a command is told to end."""
+
 UPSTREAM_API_KEY = "UPSTREAM_API_KEY"
 
 
@@ -100,7 +103,10 @@ def _variable(command: str, option: str) -> str:
     return f"{PREFIX}{command}_{option}".upper()
 
 
-SET_HELP = "A field of the tunnel's config, e.g. remote_port=8080 or policy.give_up_after=300. May be given repeatedly."
+SET_HELP = (
+    "A field of the tunnel's config, e.g. remote_port=8080, policy.give_up_after=300 or env.NAME=value. May be given "
+    "repeatedly."
+)
 
 
 @app.command(epilog="Example: interception demo --upstream http://gpu:8000/v1 --model qwen --rollouts 60")
@@ -250,10 +256,13 @@ FINDINGS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
 def _finding(finding: Any) -> Text:
+    def indented(text: str) -> str:
+        return _block(text).replace("\n", f"\n{'':18}")
+
     text = Text(f"{finding.status:<5}", style=FINDINGS[finding.status])
-    text.append(f"{finding.check:<12} ", style="bold").append(_printable(finding.detail), style="default")
+    text.append(f"{finding.check:<12} ", style="bold").append(indented(finding.detail), style="default")
     if finding.remedy is not None:
-        text.append(f"\n{'':18}→ {_printable(finding.remedy)}", style="cyan")
+        text.append(f"\n{'':18}→ {indented(finding.remedy)}", style="cyan")
     return text
 
 
@@ -261,7 +270,10 @@ class _Told(logging.Handler):
     """Log lines on stderr, as the commands say things."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _say(f"{time.strftime('%H:%M:%S')} {record.getMessage()}")
+        first, *quoted = record.getMessage().split("\n")
+        _say(f"{time.strftime('%H:%M:%S')} {first}")
+        for line in quoted:
+            _say(line)
 
 
 @app.command(
@@ -323,6 +335,8 @@ def run(
     from interception.run import NO_CALLS, CannotRunError
     from interception.run import run as run_program
 
+    if command[0].startswith("-"):  # else it would be the program, and what it was meant to set would be missing
+        raise typer.BadParameter("no such option, and no program either", param_hint=command[0].partition("=")[0])
     target = _upstream(upstream, api_key_env)
     through = _tunnel(context, tunnel, set_, hint="--tunnel")
     if trace is not None:
@@ -375,6 +389,11 @@ def _printable(line: str) -> str:
     return "".join(mark if mark.isprintable() else "?" for mark in line)
 
 
+def _block(text: str) -> str:
+    """The same for text of several lines: errors quote what a tunnel program has printed."""
+    return "\n".join(_printable(line) for line in text.split("\n"))
+
+
 def _upstream(url: str | None, key_variable: str) -> Upstream | None:
     key = os.environ.get(key_variable)
     if key is None and key_variable != UPSTREAM_API_KEY:
@@ -422,7 +441,7 @@ def _write(record: Trace, file: Path) -> None:
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; SIGINT and SIGTERM, however many, cancel it once, and it is left to release what it holds.
+    """Run `work`; SIGINT, SIGTERM and SIGHUP, however many, cancel it once, and it is left to release what it holds.
 
     Then exits as a shell would tell it: 128 + the signal's number.
     """
@@ -437,8 +456,9 @@ def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
                 task.cancel()
             received.append(number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt, number)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background job
+                loop.add_signal_handler(number, interrupt, number)
         return await task
 
     try:
@@ -461,8 +481,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except TunnelError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_block(str(error))}", err=True)
         sys.exit(1)
     except SettingsError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_block(str(error))}", err=True)
         sys.exit(2)

@@ -27,6 +27,7 @@ from tunnel import (
     SshTunnelConfig,
     TunnelConfig,
     TunnelError,
+    TunnelLimitError,
     make_tunnel,
 )
 
@@ -338,7 +339,9 @@ async def _ssh(config: SshTunnelConfig) -> AsyncIterator[Finding]:
         yield Finding("login", "fail", str(error), remedy)
         return
     except TunnelError as error:
-        yield Finding("login", "fail", str(error), None if "known_hosts" in str(error) else "is it up, and reachable?")
+        # Those of a key file, a known_hosts file or a host key say themselves what to do.
+        clear = isinstance(error, TunnelLimitError) or "known_hosts" in str(error)
+        yield Finding("login", "fail", str(error), None if clear else "is it up, and reachable?")
         return
     version = str(connection.get_extra_info("server_version") or "").removeprefix("SSH-2.0-")
     await end(connection)

@@ -16,6 +16,7 @@ So `INTERCEPTION_RUN_UPSTREAM` and `INTERCEPTION_SSH_HOST` win over it, and `--u
 import difflib
 import json
 import os
+import pwd
 import shlex
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -54,9 +55,16 @@ class SettingsError(Exception):
 
 def default_file(environ: Mapping[str, str] = os.environ) -> Path:
     """Where settings are read from if nothing else is said. Never the present folder: a repository that was cloned
-    could else send the upstream's key where it likes."""
-    folder = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
-    return Path(folder) / "interception.toml"
+    could else send the upstream's key where it likes. So a relative XDG_CONFIG_HOME counts for nothing (as its
+    specification says), nor does a HOME that is one, or is empty."""
+    given = Path(environ.get("XDG_CONFIG_HOME", ""))
+    home = Path(environ.get("HOME", ""))
+    if not home.is_absolute():
+        try:
+            home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+        except KeyError:  # a container's user that nobody has entered
+            home = Path("/")
+    return (given if given.is_absolute() else home / ".config") / "interception.toml"
 
 
 class Settings:
@@ -157,8 +165,12 @@ class Settings:
             if part not in KeepAlivePolicy.model_fields:
                 raise SettingsError(f"--set: a policy has no {part}{_guess(part, KeepAlivePolicy.model_fields)}")
             return {"policy": {part: value}}
-        if part or field not in _fields(kind):
+        if part and kind == "command" and field == "env":
+            return {"env": {part: value}}
+        if field not in _fields(kind):
             raise SettingsError(f"--set: the {kind} tunnel has no {field}{_guess(field, _fields(kind))}")
+        if part:
+            raise SettingsError(f"--set: {field} of the {kind} tunnel has no parts")
         return {field: _value(kind, field, value, f"--set {field}")}
 
     def _explain(self, kind: str, error: ValidationError) -> str:

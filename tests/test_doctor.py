@@ -163,6 +163,13 @@ class TestSsh:
         assert "authorized_keys" in (findings["login"].remedy or "")
         assert (findings["tunnel"].status, good(findings)) == ("skip", False)
 
+    @pytest.mark.parametrize("key", ["none", "~nobody-of-this-name/key"])
+    async def test_a_key_file_that_is_not_there(self, config: SshTunnelConfig, key: str) -> None:
+        """Told as that, and not as a relay that may be down."""
+        login = (await found(config.model_copy(update={"client_keys": (Path(key),)})))["login"]
+        assert (login.status, login.remedy) == ("fail", None)
+        assert "cannot be used" in login.detail
+
     async def test_no_right_to_forward(self, config: SshTunnelConfig, relay: SshRelay) -> None:
         relay.refuse_forwards("agent", True)
         findings = await found(config)

@@ -158,6 +158,37 @@ async def test_settings_that_nobody_knows_are_status_2(tmp_path: Path) -> None:
         assert running.told == [f"error: {tmp_path}/mine.toml has what nobody knows: [tunel] (did you mean tunnel?)"]
 
 
+@pytest.mark.parametrize("word", ["doctor", "tunnel"])
+async def test_a_program_that_fails_is_quoted_in_lines_and_cannot_speak_to_the_terminal(
+    word: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "client"
+    program.write_text("#!/bin/sh\nprintf 'one\\a\\302\\23331m\\ntwo\\n'; exit 3\n")
+    program.chmod(0o755)
+    arguments = ["doctor", "--tunnel"] if word == "doctor" else ["tunnel", "8000", "--type"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "interception", *arguments, "command"),
+        *("--set", f"command={program}", "--set", "url_pattern=http.*"),
+        env={**os.environ, "HOME": str(tmp_path)},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said = (await process.communicate())[0].decode()
+    assert process.returncode == 1
+    lines = [line.strip() for line in said.splitlines()]
+    assert lines[lines.index("one??31m") + 1] == "two"
+    assert not {"\a", "\x9b"} & {*said}
+
+
+async def test_a_terminal_that_is_closed_ends_it_as_ctrl_c_does(relay: SshRelay, local: Switch, tmp_path: Path) -> None:
+    async with exposed(str(local.port), home=tmp_path) as running:
+        await running.url()
+        running.process.send_signal(signal.SIGHUP)
+        assert await running.ended() == 129  # -1 is what it would be without a handler
+        await until(lambda: relay.forwards(USER) == [])
+
+
 async def test_prime(local: Switch, tmp_path: Path) -> None:
     with FakePrime(tmp_path, scale=0.1) as service:
         async with exposed(str(local.port), home=service.home, **service.env()) as running:

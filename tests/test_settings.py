@@ -112,6 +112,12 @@ class TestNames:
         assert "not by password" in said
         assert "hunter22" not in said
 
+    def test_a_variable_of_the_program_is_set_by_itself(self, tmp_path: Path) -> None:
+        text = '[command]\ncommand = ["client"]\nurl = "https://c"\nenv = {A = "file", B = "file"}\n'
+        made = settings(tmp_path, text).tunnel("command", ["env.B=x=1", "env.C=2"])
+        assert isinstance(made, CommandTunnelConfig)
+        assert made.env == {"A": "file", "B": "x=1", "C": "2"}
+
 
 class TestMistakes:
     def test_all_unknown_keys_are_one_error_with_what_was_meant(self, tmp_path: Path) -> None:
@@ -146,6 +152,14 @@ class TestMistakes:
         made = Settings.load(None, COMMANDS, {"HOME": str(tmp_path / "home")}).tunnel("prime")
         assert made == PrimeTunnelConfig()
 
+    @pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "."}, {"XDG_CONFIG_HOME": ".config"}])
+    def test_nor_by_way_of_a_home_that_is_no_absolute_path(self, environ: dict[str, str]) -> None:
+        assert default_file(environ).is_absolute()
+
+    def test_a_user_whom_nobody_has_entered_has_no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.getuid", lambda: 2**31 - 5)
+        assert default_file({}) == Path("/.config/interception.toml")
+
     def test_a_field_that_is_missing_says_where_it_can_be_given(self, tmp_path: Path) -> None:
         said = refusal(settings(tmp_path).tunnel, "ssh")
         assert "--set host=…" in said
@@ -156,6 +170,8 @@ class TestMistakes:
         ("prot=1", "has no prot (did you mean port?)"), ("port", "FIELD=VALUE"), ("port=x", "port: Input should be"),
         ("policy.perod=1", "did you mean period?"), ("policy=[", "cannot be read"), ("client_keys='", "cannot be read"),
         ("a.b=1", "has no a"), ("url=https://{hots}", "URL template"),
+        ("port.b=1", "port of the ssh tunnel has no parts"),
+        ("jump=gate:99999", "not jump hosts"), ("jump=gate:0", "not jump hosts"),
     ])  # fmt: skip
     def test_assignments(self, tmp_path: Path, assignment: str, said: str) -> None:
         assert said in refusal(settings(tmp_path).tunnel, "ssh://h", [assignment])
@@ -177,6 +193,17 @@ class TestMistakes:
         said = refusal(settings(tmp_path, text).tunnel, "command")
         assert "sk-secret-1" not in said
         assert "not a regular expression" in said
+
+    def test_nor_a_password_in_a_url_template(self, tmp_path: Path) -> None:
+        said = refusal(settings(tmp_path).tunnel, "ssh://h", ["url=https://me:sk-secret-1@{host}"])
+        assert "not a URL" in said
+        assert "sk-secret-1" not in said
+
+    def test_an_option_of_run_that_is_misspelt_is_not_taken_for_the_program(self) -> None:
+        ran = CliRunner().invoke(interception.cli.app, ["run", "--upstrem=sk-secret-1", "true"])
+        assert ran.exit_code == 2
+        assert "--upstrem" in ran.output
+        assert "sk-secret-1" not in ran.output
 
     def test_commands_print_one_line_and_no_traceback(self, tmp_path: Path) -> None:
         file = tmp_path / "interception.toml"

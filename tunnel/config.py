@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunnel.base import Tunnel
 from tunnel.policy import KeepAlivePolicy
 
-JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::\d{1,5})?")
+JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::(\d{1,5}))?")
 
 
 def _public_url(url: str) -> str:
@@ -113,7 +113,8 @@ class SshTunnelConfig(BaseTunnelConfig):
     @field_validator("jump")
     @classmethod
     def _hops(cls, jump: str | None) -> str | None:
-        if jump is not None and not all(JUMP.fullmatch(hop) for hop in jump.split(",")):
+        hops = [] if jump is None else [JUMP.fullmatch(hop) for hop in jump.split(",")]
+        if not all(hop is not None and 0 < int(hop[1] or 22) <= 65535 for hop in hops):
             raise ValueError("not jump hosts: write [USER@]HOST[:PORT], several with commas between")
         return jump
 
@@ -123,9 +124,8 @@ class SshTunnelConfig(BaseTunnelConfig):
         try:
             _public_url(url.format(host="relay.example", port=1))
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{url!r} is not a URL template: only {{host}} and {{port}} are filled in ({error})"
-            ) from None
+            # It is not quoted back: a password may stand in it.
+            raise ValueError(f"not a URL template: only {{host}} and {{port}} are filled in ({error})") from None
         return url.rstrip("/")
 
 

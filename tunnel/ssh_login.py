@@ -19,6 +19,8 @@ UNANSWERED_MAX = 3
 CLOSE_TIMEOUT = 5.0
 """Seconds for closing a connection. Ours needs no answer, but one through a jump host closes that one as well."""
 
+PORT_MAX = 65535
+
 HOPS_MAX = 8
 """Hosts on the way, the relay included. More is a loop in `~/.ssh/config`."""
 
@@ -100,7 +102,7 @@ class Login:
             options: asyncssh.SSHClientConnectionOptions = await asyncssh.SSHClientConnectionOptions.construct(
                 config=(), host=hop.host, **_named(hop), known_hosts=None, client_keys=None, agent_path=None
             )
-        except (OSError, ValueError, asyncssh.Error) as error:
+        except (OSError, ValueError, RuntimeError, asyncssh.Error) as error:
             raise TunnelError(f"~/.ssh/config cannot be used for {hop.host}: {error}") from error
         return options
 
@@ -121,7 +123,7 @@ class Login:
                 f"no connection to {what}: the jump host before it does not lead there ({error.reason}): it may be "
                 "down, or AllowTcpForwarding or PermitOpen of the jump host's sshd_config forbid it"
             ) from error
-        except (OSError, ValueError, asyncssh.Error) as error:
+        except (OSError, ValueError, RuntimeError, asyncssh.Error) as error:  # RuntimeError: no home directory
             raise TunnelError(f"no connection to {what}: {why(error)}") from error
         if via is None:
             peer = connection.get_extra_info("peername")
@@ -143,20 +145,20 @@ class Login:
             return options
         if config.client_keys:
             # Loaded here, so that a file of ours that cannot be read is told apart from a relay out of reach.
-            keys = [str(key.expanduser()) for key in config.client_keys]
+            keys = [str(key) for key in config.client_keys]
             options["client_keys"] = await asyncio.to_thread(self._load_keys, keys, reconnect)
             options["agent_path"] = options["pkcs11_provider"] = None
         if config.known_hosts == "unchecked":
             options["known_hosts"] = None
         elif config.known_hosts is not None:
-            path = str(config.known_hosts.expanduser())
+            path = str(config.known_hosts)
             options["known_hosts"] = await asyncio.to_thread(self._load_known_hosts, path)
         return options
 
     def _load_keys(self, paths: list[str], reconnect: bool) -> object:
         try:
-            return asyncssh.load_keypairs(paths)
-        except (OSError, ValueError) as error:
+            return asyncssh.load_keypairs([os.path.expanduser(path) for path in paths])
+        except (OSError, ValueError, RuntimeError) as error:
             # On a reconnect the relay has refused nothing.
             kind = TunnelError if reconnect else TunnelLimitError
             raise kind(
@@ -166,8 +168,8 @@ class Login:
 
     def _load_known_hosts(self, path: str) -> object:
         try:
-            return asyncssh.read_known_hosts(path)
-        except (OSError, ValueError) as error:
+            return asyncssh.read_known_hosts(os.path.expanduser(path))
+        except (OSError, ValueError, RuntimeError) as error:
             raise TunnelError(f"the known_hosts file {path} cannot be used: {error}") from error
 
     def _host_key_refused(self, hop: Hop, witness: "_Witness", error: asyncssh.HostKeyNotVerifiable) -> str:
@@ -234,7 +236,7 @@ def _parse(text: str, ours: bool) -> Hop:
     elif place.count(":") == 1:
         host, _, port = place.partition(":")
     port = port.removeprefix(":")
-    if not host or (port and not port.isdecimal()):
+    if not host or (port and not (port.isdecimal() and 0 < int(port) <= PORT_MAX)):
         raise TunnelError(f"{text!r} is not a jump host: write [USER@]HOST[:PORT]")
     return Hop(host, int(port) if port else None, username or None, ours)
 

@@ -58,6 +58,8 @@ class ScriptedEnv:
                 except asyncio.CancelledError:
                     self.cancelled += 1
                     raise
+            case "interrupt":
+                raise KeyboardInterrupt
             case "return":
                 return request["what"]  # type: ignore[no-any-return]
             case "return object":
@@ -69,6 +71,23 @@ class ScriptedEnv:
     def _mark(self, name: str) -> None:
         if self.marks is not None:
             (self.marks / name).write_text(str(os.getpid()))
+
+
+class Unservable(ScriptedEnv):
+    """Its `serving()` does what its name says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        if self.how == "serving raises":
+            raise ValueError("the weights are missing")
+        if self.how == "serving exits":
+            sys.exit(0)
+        yield
+        await asyncio.sleep(3600)
 
 
 def make(marks: str | None = None) -> ScriptedEnv:
@@ -92,6 +111,10 @@ def misbehave(how: str, say: str = "", folder: str = "", number: int = 0) -> Scr
                 atexit.register(lambda: print("chatter\n" * 20_000))
         case "exit":
             os._exit(number)
+        case "sys.exit":
+            sys.exit(number)
+        case "serving raises" | "serving exits" | "serving lingers":
+            return Unservable(how)
         case "kill":
             os.kill(os.getpid(), number)
         case "abort":

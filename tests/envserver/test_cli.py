@@ -65,6 +65,23 @@ async def test_it_serves_until_a_signal(number: int) -> None:
     assert any("1 starting" in line for line in lines)
 
 
+async def test_a_terminal_that_is_closed_ends_it_as_any_signal_does_and_nohup_keeps_it() -> None:
+    async with serving("--workers", "2") as (process, _, lines):
+        process.send_signal(signal.SIGHUP)
+        assert await process.wait() == 0
+    assert "no longer serving" in "".join(lines)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does it
+    try:
+        async with serving() as (process, address, _):
+            process.send_signal(signal.SIGHUP)
+            assert (await run("health", address))[0] == 0
+            process.terminate()
+            assert await process.wait() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_workers_are_shown_as_they_come(tmp_path: Path) -> None:
     async with serving("--workers", "2") as (process, address, lines):
         async with asyncio.timeout(60):
@@ -125,6 +142,22 @@ async def test_what_the_env_itself_raises_is_shown_with_its_own_lines() -> None:
     assert "scripted.py" in err
     assert "envserver/env.py" not in err
     assert err.splitlines()[-1].endswith("could not be loaded: ValueError: the weights are missing")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("sys.exit", "error: tests.envserver.scripted:misbehave called sys.exit(0) instead of making an env"),
+        ("serving raises", "misbehave could not be served: ValueError: the weights are missing"),
+        ("serving exits", "misbehave could not be served: RuntimeError: serving() of the env called sys.exit(0)"),
+    ],
+)
+async def test_an_env_that_prevents_its_serving_is_an_error_in_short(how: str, says: str) -> None:
+    arguments = ["tests.envserver.scripted:misbehave", "--kwargs", f'{{"how": "{how}"}}', "--address", "127.0.0.1:0"]
+    code, _, err = await run("serve", *arguments)
+    assert code == 1
+    assert err.splitlines()[-1].endswith(says)
+    assert not any(part in err for part in ("Traceback", "asyncio/", "typer", "envserver/server.py"))
 
 
 async def test_an_env_in_the_current_folder_is_found(tmp_path: Path) -> None:

@@ -179,14 +179,28 @@ async def test_a_listener_that_speaks_something_else_is_told() -> None:
                 await client.run({})
 
 
-@pytest.mark.parametrize("address", ["nonsense", "tcp://", "http://127.0.0.1:1"])
-async def test_an_address_that_is_none_is_told(address: str) -> None:
+@pytest.mark.parametrize("address", ["nonsense", "tcp://", "http://127.0.0.1:1", "tcp://x", "tcp://127.0.0.1:70000", 5])
+async def test_an_address_that_is_none_is_told(address: Any) -> None:
     before = descriptors()
-    client = EnvClient(address)
     with pytest.raises(EnvServerError, match="cannot connect to"):
-        await client.run({})
-    await client.close()
+        async with EnvClient(address) as client:
+            await client.run({})
     assert descriptors() == before
+
+
+async def test_a_client_that_belongs_to_another_loop_says_so_and_does_not_wait(client: EnvClient) -> None:
+    await client.run({})
+    with pytest.raises(EnvServerError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, client.run({}))
+    assert (await client.run({"value": 1}))["echo"] == 1
+
+
+async def test_a_coroutine_function_is_no_on_delta(client: EnvClient) -> None:
+    async def never_awaited(_: dict[str, Any]) -> None: ...
+
+    with pytest.raises(TypeError, match="plain function"):
+        await client.run({"deltas": 1}, on_delta=never_awaited)  # type: ignore[arg-type]
+    assert client.in_flight == 0
 
 
 async def test_a_request_that_cannot_be_sent_is_told(client: EnvClient) -> None:

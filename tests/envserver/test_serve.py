@@ -245,6 +245,8 @@ async def test_a_pool_of_ones_own_serves_and_is_gone_afterwards(tmp_path: Path) 
     [
         ({"how": "exit", "number": 0}, "exited with status 0"),
         ({"how": "exit", "number": 3}, "exited with status 3"),
+        ({"how": "sys.exit"}, "misbehave called sys.exit(0) instead of making an env"),
+        ({"how": "serving exits"}, "serving() of the env called sys.exit(0)"),
         ({"how": "kill", "number": 9}, "no output; SIGKILL, perhaps out of memory"),
         ({"how": "abort"}, "killed by SIGABRT"),
         ({"how": "raise"}, "ValueError: the weights are missing"),
@@ -320,6 +322,21 @@ async def test_a_server_that_will_not_end_is_killed(tmp_path: Path, caplog: pyte
         await asyncio.sleep(0)
     assert not exists(pid)
     assert "did not end within 0.5 s: killed" in caplog.text
+
+
+async def test_a_pool_whose_workers_will_not_end_kills_them_itself_and_leaves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kwargs = {"how": "serving lingers"}
+    async with env_server(MISBEHAVE, kwargs, max_workers=2, stop_timeout=20) as address:
+        async with EnvClient(address) as client:
+            pid = (await client.run({}))["pid"]
+        paths = [Path(socket.laddr) for socket in psutil.Process(pid).net_connections("unix") if socket.laddr]
+        folders = {path.parent for path in paths if path.parent.name.startswith("envserver-")}
+        assert len(folders) == 1
+    assert not exists(pid)
+    assert not folders.pop().exists()
+    assert "did not end within" not in caplog.text
 
 
 class Caller_(Caller):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from envserver import EnvServer, EnvServerError
+from envserver import EnvClient, EnvServer, EnvServerError
 from envserver.wire import MAX_ID
 from tests.envserver.caller import Caller
 from tests.envserver.processes import descriptors
@@ -68,6 +69,7 @@ async def test_deltas_come_in_order_and_before_the_reply(caller: Caller) -> None
     [
         ({"do": "raise", "text": "no such task"}, "RuntimeError: no such task"),
         ({"do": "exit"}, "RuntimeError: the env called sys.exit(3)"),
+        ({"do": "interrupt"}, "RuntimeError: the env raised KeyboardInterrupt"),
         ({"do": "return", "what": {"success": True}}, "run() of the env returned success, which the server adds"),
         ({"do": "return", "what": {"error": None, "success": 1}}, "returned success and error, which the server adds"),
         ({"do": "return", "what": None}, "run() of the env returned a NoneType, not a dict"),
@@ -323,10 +325,16 @@ async def test_an_env_whose_resources_fail_later_fails_the_server() -> None:
                 yield
 
     async with EnvServer(Fragile()) as server:
-        failing = asyncio.create_task(server.wait_failed())
-        broken.set()
-        with pytest.raises(EnvServerError, match=r"serving.* failed"):
-            await failing
+        with Caller(server.address) as caller:
+            await caller.send("run", {"do": "wait"})
+            await until(lambda: server.in_flight)
+            failing = asyncio.create_task(server.wait_failed())
+            broken.set()
+            with pytest.raises(EnvServerError, match=r"serving.* failed"):
+                await failing
+            await server.stop()
+            _, _, reply = await caller.receive()
+            assert reply["error"] == "cancelled: serving() of the env has ended"
 
 
 async def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: EnvServer, tmp_path: Path) -> None:
@@ -335,6 +343,37 @@ async def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server
         await EnvServer(MAKE, {"marks": str(tmp_path)}, address=server.address).start()
     assert not (tmp_path / "entered").exists()
     assert descriptors() == before
+
+
+async def test_a_serving_that_does_not_end_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.server.CANCEL_TIMEOUT", 0.01)
+    end = asyncio.Event()
+
+    class Lingering(ScriptedEnv):
+        @contextlib.asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+            await end.wait()
+
+    server = EnvServer(Lingering())
+    await server.start()
+    stopping = asyncio.create_task(server.stop())
+    await until(lambda: "serving() of the env has not ended" in caplog.text)
+    assert not stopping.done()
+    end.set()
+    await stopping
+
+
+async def test_a_path_is_given_back(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    for _ in range(2):
+        async with EnvServer(ScriptedEnv(), address=address), EnvClient(address) as client:
+            assert (await client.run({"value": 1}))["echo"] == 1
+            with pytest.raises(EnvServerError, match="Address already in use"):
+                await EnvServer(ScriptedEnv(), address=address).start()
+        assert os.listdir(tmp_path) == []
 
 
 async def test_draining_takes_nothing_new_and_waits_for_what_runs(server: EnvServer, caller: Caller) -> None:

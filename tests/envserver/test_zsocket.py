@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from envserver import EnvServerError
 from envserver.wire import Part
-from envserver.zsocket import CONNECTED, DISCONNECTED, LARGE, TURN, ConnectionWatch, ZSocket, listen
+from envserver.zsocket import CONNECTED, DISCONNECTED, LARGE, TURN, ConnectionWatch, ZSocket, check_address, listen
 from tests.helpers import until
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -190,3 +192,45 @@ async def test_closing_twice_and_sending_afterwards_do_no_harm(
 async def test_an_address_that_cannot_be_had_is_told(context: Context, address: str) -> None:
     with pytest.raises(EnvServerError, match="cannot listen on"):
         listen(context, address)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:99999", "inproc://nobody-else-sees-it", "ipc://", "tcp://\udcff:1", 5, None]
+)
+def test_what_zmq_would_take_for_another_address_is_told(address: Any) -> None:
+    with pytest.raises(EnvServerError, match="cannot connect to"):
+        check_address(address, "cannot connect to")
+
+
+async def test_a_context_can_be_closed_after_what_is_no_address_at_all(context: Context) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        listen(context, "tcp://\udcff:1")
+    await asyncio.wait_for(asyncio.to_thread(context.term), 30)
+
+
+async def test_a_file_is_not_replaced_by_a_socket(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("precious")
+    with pytest.raises(EnvServerError, match=r"cannot listen on .*: there is a file, which is no socket"):
+        listen(context, f"ipc://{path}")
+    assert path.read_text() == "precious"
+
+
+async def test_who_listens_on_a_path_keeps_it_and_what_a_killed_one_has_left_is_taken_over(
+    context: Context, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    router, _ = listen(context, address)
+    with pytest.raises(EnvServerError, match="Address already in use"):
+        listen(context, address)
+    router.close(0)
+    assert (tmp_path / "socket").exists()  # as zmq leaves it
+    await until(lambda: _free(context, address))
+
+
+def _free(context: Context, address: str) -> bool:
+    try:
+        listen(context, address)[0].close(0)
+    except EnvServerError:
+        return False  # zmq closes in a thread of its own
+    return True

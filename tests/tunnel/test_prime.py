@@ -400,7 +400,7 @@ class TestRefusals:
         await until(lambda: service.api_calls("POST") >= 2)
         del service.api_status["POST"]
         await serving
-        assert service.api_calls("POST") == 3
+        assert service.api_calls("POST") in (2, 3)  # the second one may have been in time
         assert caplog.text.count("no upstream") == 2
 
     async def test_missing_credentials_are_said_when_the_tunnel_is_made_and_before_anything_is_asked(
