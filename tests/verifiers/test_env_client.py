@@ -13,6 +13,7 @@ from verifiers.v1.clients import EvalClientConfig
 from verifiers.v1.serve.client import EnvClient
 from verifiers.v1.types import SamplingConfig
 
+from envserver import EnvClient as OurClient
 from envserver import env_server
 from tests.helpers import until
 from tests.verifiers.served import ENDED
@@ -39,6 +40,13 @@ async def client_of(address: str) -> AsyncIterator[Any]:
         yield client
     finally:
         await client.close()
+
+
+async def all_ready(address: str, workers: int) -> None:
+    async with OurClient(address) as ours:
+        async with asyncio.timeout(60):
+            while (await ours.health())["ready"] < workers:  # noqa: ASYNC110 - that is another process
+                await asyncio.sleep(0.05)
 
 
 async def run(client: Any, prompt: str, on_delta: Any = None) -> Any:
@@ -95,6 +103,7 @@ async def test_a_worker_that_dies_is_an_error_at_once_and_the_pool_goes_on() -> 
         env_server("tests.verifiers.served:make", max_workers=2, elastic=False) as address,
         client_of(address) as client,
     ):
+        await all_ready(address, 2)
         deltas: list[dict[str, Any]] = []
         hanging = asyncio.create_task(run(client, "hang", deltas.append))
         await until(lambda: deltas)
@@ -103,3 +112,5 @@ async def test_a_worker_that_dies_is_an_error_at_once_and_the_pool_goes_on() -> 
             await hanging
         with pytest.raises(RuntimeError, match="SIGABRT"):
             await run(client, "die")  # the other one, or the first that is back
+        await all_ready(address, 2)
+        assert (await run(client, "hello")).ok
