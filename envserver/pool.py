@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -16,6 +15,7 @@ import zmq
 
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
+from envserver.folder import short_folder
 from envserver.jobs import pack_callable
 from envserver.limits import PoolPolicy
 from envserver.outbox import Outbox
@@ -27,12 +27,6 @@ from envserver.worker import Worker
 from envserver.zsocket import ZSocket, check_address, listen, unlink_address
 
 logger = logging.getLogger("envserver")
-
-MAX_PATH = 107
-"""Bytes of a unix socket's path."""
-
-SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where worker sockets may go, whatever TMPDIR is: that may be too long for them."""
 
 MAX_SOCKETS = 65_536
 """zmq's own limit is for 340 workers."""
@@ -133,7 +127,7 @@ class EnvServerPool:
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
             self._listener, self.address = listen(self._context, self.address)
-            self._folder = _short_folder()
+            self._folder = short_folder()
             self._supervise(lambda: self._slots.start(self._now))
             await self._up
             self._frontend = ZSocket(self._listener, self._dispatcher.on_request, self._flush)
@@ -511,16 +505,3 @@ class EnvServerPool:
             return self._log_path.with_name(f"{self._log_path.stem}-worker-{slot.number}{self._log_path.suffix}")
         assert self._folder is not None
         return self._folder / f"worker-{slot.number}.log"
-
-
-def _short_folder() -> Path:
-    """A new folder of ours alone, with a name short enough for sockets in it."""
-    tried: list[str] = []
-    for parent in (*SHORT_FOLDERS, tempfile.gettempdir()):
-        if len(os.fsencode(parent)) > MAX_PATH - 40:
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix="envserver-", dir=parent))
-        except OSError as error:
-            tried.append(f"{parent}: {error.strerror}")
-    raise EnvServerError(f"no folder for the workers' sockets can be made: {'; '.join(tried)}")
