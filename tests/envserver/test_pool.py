@@ -103,7 +103,7 @@ async def test_a_worker_that_fails_while_it_loads_fails_the_start_at_once_with_w
 
 async def test_a_worker_that_exits_0_before_it_is_ready_is_an_error_too() -> None:
     with pytest.raises(EnvServerStartupError, match="exited with status 0"):
-        await EnvServerPool("sys:exit", max_workers=2).start()
+        await EnvServerPool("os:_exit", {"status": 0}, max_workers=2).start()
 
 
 async def test_a_first_worker_that_is_killed_has_three_tries(tmp_path: Path) -> None:
