@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 from interception.base import AcquireTimeoutError, PoolMember, Slot
 from interception.config import ElasticInterceptionPoolConfig, InterceptionServerConfig
 from interception.placement import counted_on, idle_too_long, place
-from interception.pool import Pool, ServerFactory
+from interception.pool import Pool, ServerFactory, has
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession, check_usable
 from interception.stats import PoolStats, ServerStats, StartStats, in_a_line, url_of
@@ -192,7 +192,7 @@ class ElasticInterceptionPool(Pool):
         try:
             super()._leave(server, slot)
         finally:
-            if server.load == 0 and any(other is server for other in self._servers):
+            if server.load == 0 and has(self._servers, server):
                 self._idle_since[id(server)] = monotonic()
                 self._set_timer()
             if self._waiters:
@@ -280,7 +280,8 @@ class ElasticInterceptionPool(Pool):
                 moments += [limit - age for limit in (usual, patience) if limit is not None and limit >= age]
         timeout = self.config.idle_timeout
         if timeout is not None and self._idle_since and len(self._servers) > self.config.min_servers:
-            moments.append(min(self._idle_since.values()) + timeout - monotonic())
+            now = monotonic()
+            moments += [timeout - idle for server in self._servers if (idle := self._idle_for(server, now)) is not None]
         if self._waiters and self._limited_until > monotonic():
             moments.append(self._limited_until - monotonic())
         if not moments:
@@ -430,6 +431,7 @@ class ElasticInterceptionPool(Pool):
                 seat.set_exception(TunnelError("the pool was stopped"))
         await asyncio.gather(*(cancel_and_wait(start.task) for start in self._starts))
         self._idle_since.clear()
+        self._limited_until = 0.0
         await super()._stop()
 
 

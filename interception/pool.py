@@ -91,7 +91,7 @@ class Pool(Interception):
                 logger.exception("on_event failed for %s", event)
 
     def _server_changed(self, server: PoolMember) -> None:
-        if not server.healthy and _has(self._servers, server):
+        if not server.healthy and has(self._servers, server):
             self._servers = [other for other in self._servers if other is not server]
             self._retired.append(server)
             self._lost += 1
@@ -113,7 +113,7 @@ class Pool(Interception):
 
     def _stop_if_empty(self, server: PoolMember) -> None:
         # Its last rollout does not wait for this, and nobody's cancellation reaches it: the task is the pool's own.
-        if _has(self._retired, server) and server.load == 0:
+        if has(self._retired, server) and server.load == 0:
             self._retired = [other for other in self._retired if other is not server]
             self._stop_apart(server)
 
@@ -221,7 +221,7 @@ async def _start_all(servers: list[PoolMember]) -> None:
             starting.create_task(server.start())
 
 
-def _has(servers: list[PoolMember], server: PoolMember) -> bool:
+def has(servers: list[PoolMember], server: PoolMember) -> bool:
     """By identity: members need neither be hashable nor differ."""
     return any(other is server for other in servers)
 

@@ -499,6 +499,38 @@ class TestIdleServers:
         await rollout.leave()
         assert pool._idle_since == {}
 
+    async def test_one_that_is_used_past_the_pool_is_neither_stopped_nor_looked_at_without_end(self) -> None:
+        members = FakeMembers()
+        async with elastic(members, multiplex=1, min_servers=0, idle_timeout=0.01) as pool:
+            rollout = Rollout(pool)
+            await seated(rollout)
+            rollout.tell()
+            pair = members.made[0].register(new_session())  # by somebody who holds the server itself
+            await rollout.task
+            pool._idle_since[id(members.made[0])] = 0.0
+            pool._timer = None
+            pool._set_timer()
+            assert pool._timer is None
+            pool._tick()
+            assert members.running == 1
+            members.made[0].unregister(*pair)
+
+    async def test_a_pool_that_met_a_limit_and_is_started_again_grows_at_once(self) -> None:
+        members = FakeMembers(FakeMember(), FakeMember(error=TunnelLimitError(QUOTA)))
+        pool = elastic(members, multiplex=1)
+        await pool.start()
+        holder = Rollout(pool)
+        await seated(holder)
+        with pytest.raises(TunnelLimitError):
+            await Rollout(pool).task
+        await holder.leave()
+        await pool.stop()
+        await pool.start()
+        rollouts = [Rollout(pool), Rollout(pool)]
+        await seated(*rollouts)
+        await left(*rollouts)
+        await pool.stop()
+
     async def test_never_where_it_is_none(self) -> None:
         members = FakeMembers()
         async with elastic(members, multiplex=1, idle_timeout=None) as pool:
