@@ -704,6 +704,21 @@ class TestOddOnes:
             with pytest.raises(LookupError):
                 await waiter.leave()
 
+    async def test_one_that_is_lost_and_fails_to_unregister_is_stopped_all_the_same(self) -> None:
+        class Failing(FakeMember):
+            def unregister(self, model_secret: str, state_secret: str) -> None:
+                super().unregister(model_secret, state_secret)
+                raise LookupError("a defect")
+
+        lost = Failing()
+        async with elastic(FakeMembers(lost)) as pool:
+            rollout = Rollout(pool)
+            await seated(rollout)
+            lost.set_gone()
+            with pytest.raises(LookupError):
+                await rollout.leave()
+            await until(lambda: lost.stops == 1, timeout=10)
+
     async def test_one_whose_stop_hangs_does_not_hang_the_pool(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
