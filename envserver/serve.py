@@ -91,6 +91,7 @@ def serve_env(
     death_pipe: Any = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    drain_timeout: float = DRAIN_TIMEOUT,
 ) -> None:
     """Serve an env until SIGTERM or SIGINT: what a script calls, or the target of a `multiprocessing.Process`.
 
@@ -105,8 +106,8 @@ def serve_env(
     gone. `log_setup` is called here and in every worker. `log_path`: this process's stdout and stderr are appended to
     that file from now on.
 
-    At the first signal no new run is taken, and those under way get 30 seconds; a second one ends the wait, more have
-    no effect. Raises `EnvServerError` if it cannot be served.
+    At the first signal no new run is taken, and those under way get `drain_timeout` seconds; a second one ends the
+    wait, more have no effect. Raises `EnvServerError` if it cannot be served.
     """
     if log_path is not None:
         _redirect_output(log_path)
@@ -129,7 +130,7 @@ def serve_env(
             log_setup=log_setup,
             log_path=log_path,
         )
-        serve_until_told(server, ready=ready)
+        serve_until_told(server, ready=ready, drain_timeout=drain_timeout)
     except BaseException:
         if log_path is not None:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Tests with verifiers itself: `pytest -m verifiers`, in an environment that has the extra."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,12 +14,25 @@ if find_spec("verifiers") is None:
 else:
     import verifiers.v1.runtimes as runtimes
 
+    from tests.prime import FakePrime
     from tests.verifiers.evals import Endpoint, RemoteSubprocess
 
     @pytest.fixture
     async def endpoint() -> AsyncIterator[Endpoint]:
         async with Endpoint() as endpoint:
             yield endpoint
+
+    @pytest.fixture
+    def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePrime]:
+        """A stand-in for Prime's, on which nothing may be left."""
+        with FakePrime(tmp_path / "home", scale=0.1) as service:
+            for name, value in service.env().items():
+                if name != "HOME":  # the caches of harnesses are in the real one
+                    monkeypatch.setenv(name, value)
+            monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+            yield service
+            assert service.live() == []
+            assert service.frpc_pids() == []
 
     @pytest.fixture
     def remote(monkeypatch: pytest.MonkeyPatch) -> None:
