@@ -23,7 +23,7 @@ from interception.integrations.verifiers.options import Options, options_from_js
 FACTORY = f"{__name__}:make"
 """What the workers load."""
 
-HOW = '--kwargs \'{"config": {"taskset": {"id": "gsm8k"}, "agent": {"harness": {"id": "null"}}}}\''
+HOW = '--kwargs \'{"config": {"taskset": {"id": "my-taskset"}, "agent": {"harness": {"id": "null"}}}}\''
 
 
 class VerifiersEnv:
