@@ -20,7 +20,7 @@ from tests.verifiers.evals import Endpoint, config
 from tests.verifiers.test_worker import client_of, run
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.gate), 2])
 async def test_spawned_env_server_workers_run_on_ours(
     workers: int, endpoint: Endpoint, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +66,7 @@ def tell() -> None:
         print(f"ours, with a grace of {made.keywords['options'].grace}", file=sys.stderr, flush=True)
 
 
+@pytest.mark.gate
 async def test_verifiers_serve_env_serves_from_our_broker_where_the_options_say_so(
     endpoint: Endpoint, tmp_path: Path
 ) -> None:
