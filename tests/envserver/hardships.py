@@ -1,5 +1,6 @@
 """Envs for the table of thirty: runs that do what `envs.Scripted` does not, and workers that are hard to start."""
 
+import asyncio
 import gc
 import os
 import re
@@ -25,6 +26,9 @@ class Hard(Scripted):
         match request.get("do"):
             case "abort":
                 os.abort()
+            case "wait for":
+                while not os.path.exists(request["path"]):
+                    await asyncio.sleep(0.01)
             case "hold the GIL":
                 re.match(r"(a+)+$", "a" * 100 + "b")  # for longer than the sun will shine
             case "send":
