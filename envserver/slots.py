@@ -3,8 +3,11 @@
 Events and the time (seconds of any monotonic clock) go in, actions come out. The shell carries them out, in order,
 and reports back: a `Spawn` by `spawned` or `spawn_failed`, a `Bury` by `closed`.
 
-    SPAWNING --spawned--> STARTING --answered--> READY --drain--> DRAINING
-       |                     | overdue, lost       | lost            | empty, overdue
+                                                SUSPECT
+                                           silent ^ | answered
+                                                  | v
+    SPAWNING --spawned--> STARTING --answered--> READY --drain--> DRAINING    (SUSPECT: the same ways as READY)
+       |                     | overdue, lost       | lost, hung      | empty, overdue, lost, hung
        | failed              v                     v                 v
        |                  KILLING <----------------+-----------------+
        |                     | exited (so from every state of a living worker)
@@ -15,6 +18,9 @@ and reports back: a `Spawn` by `spawned` or `spawn_failed`, a `Bury` by `closed`
 
 A slot that has spent its tries is not kept: what is missing is then a place, which a fresh slot may open once
 the timer of all openings allows it. So nothing that cannot start counts as capacity or blocks growth.
+
+A suspect worker keeps its place and what it runs, and gets new runs only where no other can take them. Silence is no
+proof (`hung` looks for one), so it is not replaced; but an elastic pool of which no worker answers starts another.
 """
 
 import enum
@@ -30,6 +36,7 @@ class State(enum.Enum):
     SPAWNING = "spawning"
     STARTING = "starting"
     READY = "ready"
+    SUSPECT = "suspect"
     DRAINING = "draining"
     KILLING = "killing"
     DYING = "dying"
@@ -42,6 +49,8 @@ class Event(enum.Enum):
     SPAWNED = "spawned"
     ANSWERED = "answered"  # a health probe
     OVERDUE = "overdue"  # a start or a drain took too long
+    SILENT = "silent"  # it has not answered for long
+    HUNG = "hung"  # it never will, or is not waited for
     LOST = "lost"  # the connection to a worker that lives
     DRAIN = "drain"
     EMPTY = "empty"  # its last request has been answered
@@ -68,6 +77,15 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     },
     State.READY: {
         Event.ANSWERED: State.READY,
+        Event.SILENT: State.SUSPECT,
+        Event.HUNG: State.KILLING,
+        Event.LOST: State.KILLING,
+        Event.DRAIN: State.DRAINING,
+        Event.EXITED: State.DYING,
+    },
+    State.SUSPECT: {
+        Event.ANSWERED: State.READY,
+        Event.HUNG: State.KILLING,
         Event.LOST: State.KILLING,
         Event.DRAIN: State.DRAINING,
         Event.EXITED: State.DYING,
@@ -77,6 +95,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.DRAIN: State.DRAINING,
         Event.EMPTY: State.KILLING,
         Event.OVERDUE: State.KILLING,
+        Event.HUNG: State.KILLING,
         Event.LOST: State.KILLING,
         Event.EXITED: State.DYING,
     },
@@ -132,6 +151,9 @@ class Slot:
         self.spawned_at = -math.inf
         self.overdue = False
         """Its worker did not start in time."""
+        self.hung = ""
+        """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
+        broker's doing, and says nothing about the requests it had."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -306,6 +328,20 @@ class Slots:
             self.target = max(self.target, self.ready)
         return []
 
+    def silent(self, slot: Slot, now: float) -> list[Action]:
+        """The worker has not answered for so long that others should get its runs."""
+        if slot.state is not State.READY:
+            return []
+        self._move(slot, Event.SILENT, now)
+        return self.tick(now)
+
+    def hung(self, slot: Slot, now: float, why: str) -> list[Action]:
+        """The worker is stopped or blocked beyond its limit."""
+        if slot.state not in (State.READY, State.SUSPECT, State.DRAINING):
+            return []
+        slot.hung = why
+        return self._kill(slot, Event.HUNG, now, hard=True)
+
     def lost(self, slot: Slot, now: float) -> list[Action]:
         """The connection to a worker that lives has ended: what is on it can never be answered."""
         if slot.state in (State.KILLING, State.DYING):
@@ -326,6 +362,7 @@ class Slots:
     def closed(self, slot: Slot, now: float) -> list[Action]:
         """All that the worker held has been released."""
         slot.overdue = False
+        slot.hung = ""
         if slot.planned:
             self._move(slot, Event.DONE, now)
         elif slot.ready_at is None:
@@ -347,7 +384,7 @@ class Slots:
             elif slot.state is not State.SPAWNING:
                 was = slot.state
                 self._move(slot, Event.DRAIN, now)
-                if was is State.READY:
+                if was in (State.READY, State.SUSPECT):
                     slot.due = now + patience
         return actions
 
@@ -419,6 +456,8 @@ class Slots:
         wanted = self.target
         if self.elastic:
             wanted = max(wanted, math.floor(in_flight / self._share) + 1)
+            if self._coming == self.count(State.SUSPECT):
+                wanted = max(wanted, self._coming + 1)
         for _ in range(int(min(wanted - self._coming, self._room))):
             self._open(now, 1)
 
