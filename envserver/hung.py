@@ -12,7 +12,7 @@ and after a tick that was late nothing is decided before the next: what the work
 
 import enum
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 from envserver.limits import PoolPolicy
@@ -149,7 +149,7 @@ class Vigil:
         watched.end_silence()
         return [Back(worker, seconds)] if told else []
 
-    def tick(self, now: float, heard: Iterable[int] = ()) -> list[Action]:
+    def tick(self, now: float, heard: Collection[int] = ()) -> list[Action]:
         """To be called every `watch_interval`; `heard`: from whom anything has come since the last time."""
         actions: list[Action] = []
         for worker in heard:
@@ -165,7 +165,8 @@ class Vigil:
                     watched.end_silence()
                     actions.append(Probe(worker))
                 continue
-            watched.seconds += passed
+            if worker not in heard:
+                watched.seconds += passed
             if self._late:
                 continue
             if watched.seconds >= self._policy.suspect_after and not watched.suspect:

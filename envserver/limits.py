@@ -69,7 +69,7 @@ class PoolPolicy:
         limit = self.kill_blocked_after
         if limit is not None and not limit >= self.silent_after:
             raise EnvServerError(
-                f"kill_blocked_after is at least {self.silent_after:g} s, when a silent worker is reported, or None for "
+                f"kill_blocked_after is at least {self.silent_after:g} s, when a silent worker is reported, or None: "
                 f"never; not {limit:g}"
             )
 

@@ -77,7 +77,7 @@ class Watch:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._policy.watch_interval, self._tick)
         try:
-            heard = [generation for generation, worker in self._workers.items() if worker.take_heard()]
+            heard = {generation for generation, worker in self._workers.items() if worker.take_heard()}
             self._carry_out(self._vigil.tick(self._loop.time(), heard))
             self._look()
         except Exception as error:  # noqa: BLE001
