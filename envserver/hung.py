@@ -169,7 +169,7 @@ class Vigil:
                 watched.seconds += passed
             if self._late:
                 continue
-            if watched.seconds >= self._policy.suspect_after and not watched.suspect:
+            if watched.seconds >= self._policy.last_choice_after and not watched.suspect:
                 watched.suspect = True
                 actions.append(Suspect(worker))
             if watched.seconds >= watched.look_at and not watched.looking:

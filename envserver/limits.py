@@ -47,7 +47,7 @@ class PoolPolicy:
     """Between two health probes of a worker, one outstanding, and two looks at the processes of a silent one."""
     silent_after: float = 10.0
     """A worker silent for this long is told of, with the stacks that it has written down by then."""
-    suspect_after: float = 30.0
+    last_choice_after: float = 30.0
     """A worker silent for this long gets a run only if every other is silent, too."""
     kill_stopped_after: float = 30.0
     """A worker that a signal has stopped, for this long, is killed."""

@@ -31,7 +31,7 @@ class Process(NamedTuple):
 def look(pids: Iterable[int]) -> dict[int, Seen | None]:
     """The processes of each of these: itself, its descendants and its group. None for one that cannot be seen.
 
-    Blocks, for about 20 µs a process of the system, so call it in a thread. Never raises.
+    Blocks, for about 30 µs a process of the system (on a slow machine), so call it in a thread. Never raises.
     """
     if not os.path.exists(f"{PROC}/self/stat"):
         return {pid: _look_by_psutil(pid) for pid in pids}
@@ -69,8 +69,11 @@ def _all() -> list[Process]:
     for name in names:
         if name.isdigit():
             try:
-                with open(f"{PROC}/{name}/stat", errors="replace") as file:
-                    processes.append(parse_stat(file.read()))
+                fd = os.open(f"{PROC}/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a third of what a file object takes
+                try:
+                    processes.append(parse_stat(os.read(fd, 4096).decode(errors="replace")))
+                finally:
+                    os.close(fd)
             except (OSError, ValueError, IndexError):  # it has ended meanwhile, or is not for us to see
                 continue
     return processes

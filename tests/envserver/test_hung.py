@@ -139,7 +139,7 @@ def test_who_is_not_watched_is_left_alone() -> None:
 # Silence: all times below are five seconds after the start, when the first probe was sent
 
 
-def test_a_busy_worker_is_reported_once_suspect_after_thirty_seconds_and_never_killed() -> None:
+def test_a_busy_worker_is_reported_once_last_choice_after_thirty_seconds_and_never_killed() -> None:
     world = World(KILLING)
     world.cpu_per_second = 0.5
     world.pass_time(3600)

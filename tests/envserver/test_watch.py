@@ -26,7 +26,7 @@ from tests.helpers import until
 HARD = "tests.envserver.hardships"
 
 WATCHFUL = dataclasses.replace(
-    QUICK, probe_interval=0.5, silent_after=1.0, suspect_after=1.5, kill_stopped_after=1.5, kill_grace=0.2
+    QUICK, probe_interval=0.5, silent_after=1.0, last_choice_after=1.5, kill_stopped_after=1.5, kill_grace=0.2
 )
 """The same rules with shorter times."""
 
