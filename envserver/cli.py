@@ -18,6 +18,7 @@ from rich.text import Text
 
 from envserver.client import EnvClient
 from envserver.errors import EnvServerError
+from envserver.limits import PoolPolicy
 from envserver.serve import make_server, serve_until_told
 from envserver.server import EnvServer
 
@@ -53,6 +54,15 @@ def serve(
     address: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen. The protocol has no authentication.")
     ] = "tcp://127.0.0.1:5000",
+    kill_blocked_after: Annotated[
+        float | None,
+        typer.Option(
+            min=PoolPolicy().silent_after,
+            metavar="SECONDS",
+            help="Kill a worker that does not answer once its processes have used no CPU for so long.",
+            show_default="never",
+        ),
+    ] = None,
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
 ) -> None:
     """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
@@ -72,7 +82,13 @@ def serve(
     sys.path.insert(0, "")  # an env in the current folder, as `python -m` has it for itself
     with _told_in_short(f"{env} could not be loaded"):
         server = make_server(
-            env, arguments, max_workers=workers, elastic=elastic, multiplex=multiplex, address=_full(address)
+            env,
+            arguments,
+            max_workers=workers,
+            elastic=elastic,
+            multiplex=multiplex,
+            address=_full(address),
+            kill_blocked_after=kill_blocked_after,
         )
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
@@ -88,7 +104,8 @@ def health(
 ) -> None:
     """Ask a server how it is.
 
-    Exit status: 0 if a worker is ready, 1 if there is none or no answer.
+    Exit status: 0 if a worker takes runs (a suspect one, silent for 30 s, does if no other can), 1 if there is none or
+    no answer.
     """
 
     async def ask() -> dict[str, Any]:
@@ -97,7 +114,7 @@ def health(
 
     answer = asyncio.run(ask())
     typer.echo(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.items()) or "serving")
-    raise typer.Exit(0 if answer.get("ready", 1) else 1)
+    raise typer.Exit(0 if answer.get("ready", 1) or answer.get("suspect") else 1)
 
 
 def _full(address: str) -> str:

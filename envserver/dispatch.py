@@ -51,6 +51,8 @@ class Dispatcher:
         """Where answers go. Set when the pool is up."""
         self.ready: list[Worker] = []
         """Who may get runs; the pool keeps it."""
+        self.suspect: list[Worker] = []
+        """Who gets runs that no other can take; the pool keeps it."""
         self.health = b""
         """The answer to health requests; the pool keeps it."""
         self.load_limit = math.inf
@@ -149,13 +151,16 @@ class Dispatcher:
     @property
     def load(self) -> int:
         """Requests that workers have and have not answered."""
-        return sum(len(worker.requests) for worker in self.ready)
+        return sum(len(worker.requests) for workers in (self.ready, self.suspect) for worker in workers)
 
     def _choose(self) -> Worker | None:
-        """The one with the least to do."""
+        return self._least_loaded(self.ready) or self._least_loaded(self.suspect)
+
+    @staticmethod
+    def _least_loaded(workers: list[Worker]) -> Worker | None:
         best = None
         least = math.inf
-        for worker in self.ready:
+        for worker in workers:
             load = len(worker.requests)
             if load < least and not worker.in_arrears:
                 best, least = worker, load

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from envserver.errors import EnvServerError
+
 MIB = 1 << 20
 
 
@@ -65,6 +67,19 @@ class PoolPolicy:
     """From SIGTERM to SIGKILL."""
     burial_timeout: float = 1.0
     """How long a dead worker's connection is read, when what it forked holds the other end open."""
+    probe_interval: float = 5.0
+    """Between two health probes of a worker, one outstanding, and two looks at the processes of a silent one."""
+    silent_after: float = 10.0
+    """A worker silent for this long is told of, with the stacks that it has written down by then."""
+    last_choice_after: float = 30.0
+    """A worker silent for this long gets a run only if every other is silent, too."""
+    kill_stopped_after: float = 30.0
+    """A worker that a signal has stopped, for this long, is killed."""
+    kill_blocked_after: float | None = None
+    """A silent worker is killed once it and all its processes have used nearly no CPU for this long. None: never, for a
+    synchronous call to a slow sandbox looks like that."""
+    blocked_share: float = 0.01
+    """Nearly no CPU: less than this share of one."""
     client_budget: int = 128 * MIB
     """What may wait for a client that does not read; beyond it the client is cut off."""
     worker_budget: int = 512 * MIB
@@ -73,6 +88,19 @@ class PoolPolicy:
     """How long workers that were sent SIGKILL may take to end until the pool stops without them."""
     flush_timeout: float = 1.0
     """How long the last answers of a pool that stops may take to leave."""
+
+    def __post_init__(self) -> None:
+        limit = self.kill_blocked_after
+        if limit is not None and not limit >= self.silent_after:
+            raise EnvServerError(
+                f"kill_blocked_after is at least {self.silent_after:g} s, when a silent worker is reported, or None: "
+                f"never; not {limit:g}"
+            )
+
+    @property
+    def watch_interval(self) -> float:
+        """Between two looks at who is silent."""
+        return self.probe_interval / 5
 
     def open_delay(self, failures: int) -> float:
         """Until the next place may be opened, after so many failures in a row (at least one)."""

@@ -25,6 +25,7 @@ from envserver.quarantine import Quarantine
 from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
 from envserver.startup import startup_error
 from envserver.teardown import run_to_end
+from envserver.watch import Watch
 from envserver.wire import Part, decode, encode
 from envserver.worker import Worker
 from envserver.zsocket import check_address
@@ -123,6 +124,13 @@ class EnvServerPool:
         self._folder: Path | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Handle | None = None
+        self._watch = Watch(
+            self._policy,
+            on_suspect=lambda worker: self._supervise(lambda: self._slots.silent(worker.slot, self._now)),
+            on_back=lambda worker: self._supervise(lambda: self._slots.answered(worker.slot, self._now)),
+            on_hung=lambda worker, why: self._supervise(lambda: self._slots.hung(worker.slot, self._now, why)),
+            on_failure=self._crashed,
+        )
         self._burials: dict[Worker, asyncio.TimerHandle] = {}
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
@@ -197,7 +205,7 @@ class EnvServerPool:
         """How many slots are in which state, how many requests are in flight, and, where there are suspects, how many
         lone workers and runs that wait for one."""
         counts = {state.value: self._slots.count(state) for state in State}
-        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "suspects": self._quarantine.waiting}
+        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "waiting": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
 
@@ -250,12 +258,11 @@ class EnvServerPool:
         self._timer = None if due == math.inf else self._loop.call_at(due, self._tick)
 
     def _refresh_ready(self) -> None:
-        workers = self._workers
-        self._dispatcher.ready = [
-            worker
-            for slot, worker in workers.items()
-            if slot.state is State.READY and worker.dispatchable and not slot.lone
+        offered = [
+            (slot.state, worker) for slot, worker in self._workers.items() if worker.dispatchable and not slot.lone
         ]
+        self._dispatcher.ready = [worker for state, worker in offered if state is State.READY]
+        self._dispatcher.suspect = [worker for state, worker in offered if state is State.SUSPECT]
         self._dispatcher.load_limit = self._slots.scale_up_at
         well = self._crash is None and not self._draining
         self._dispatcher.health = encode(
@@ -263,6 +270,7 @@ class EnvServerPool:
                 "success": well,
                 "error": None if well else self._dispatcher.refusal,
                 "ready": self._slots.ready,
+                "suspect": self._slots.count(State.SUSPECT),
                 "starting": self._slots.starting,
                 "capacity": self._slots.capacity,
             }
@@ -306,6 +314,8 @@ class EnvServerPool:
         worker = self._workers[slot]
         if slot.overdue:
             logger.warning("%s is not ready after %g s: it is killed", worker, self._policy.start_timeout)
+        elif slot.hung:
+            logger.warning("%s is killed, %s", worker, slot.hung)
         elif not slot.planned:
             logger.warning("%s has lost its connection: it is ended", worker)
         worker.child.send_signal(signal.SIGKILL if hard else signal.SIGTERM)
@@ -333,6 +343,7 @@ class EnvServerPool:
 
     def _health(self, worker: Worker, data: Part) -> None:
         if worker.slot.state is not State.STARTING:
+            self._watch.answered(worker)
             return
         try:
             well = decode(data).get("success") is True
@@ -342,6 +353,7 @@ class EnvServerPool:
             self._loop.call_later(PROBE_AGAIN, self._probe, worker)
             return
         worker.dispatchable = True
+        self._watch.add(worker)
         self._causes.pop(worker.number, None)
         logger.info("%s is ready after %.1f s", worker, worker.child.seconds)
         self._supervise(lambda: self._slots.answered(worker.slot, self._now))
@@ -384,6 +396,7 @@ class EnvServerPool:
 
     def _exited(self, worker: Worker) -> None:
         worker.dispatchable = False
+        self._watch.drop(worker)
         slot = worker.slot
         if slot.planned:
             logger.info("%s %s", worker, worker.end)
@@ -452,7 +465,7 @@ class EnvServerPool:
     def _missed(self) -> str:
         """A run has found no worker. Why, for its error."""
         self._look_soon()
-        if self._dispatcher.ready:
+        if self._dispatcher.ready or self._dispatcher.suspect:
             return "no worker takes a request: too many bytes wait for each of them"
         states = ", ".join(f"{count} {name}" for name, count in self.states().items() if count and name != "in flight")
         last = f"; last: {self._last_death}" if self._last_death else ""
@@ -492,6 +505,7 @@ class EnvServerPool:
     def _crashed(self, error: Exception) -> None:
         logger.critical("the pool's supervisor failed; all requests fail", exc_info=error)
         self._crash = error
+        self._watch.close()
         self._close_doors(f"the env server's supervisor failed: {error!r}")
         for slot, worker in [*self._workers.items()]:
             worker.dispatchable = False
@@ -534,6 +548,7 @@ class EnvServerPool:
             self._dispatcher.fail(worker, f"{worker} does not end; the env server is shutting down")
             worker.close()
         self._workers.clear()
+        self._watch.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import logging
 import multiprocessing
@@ -51,6 +52,7 @@ def make_server(
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
     kill_grace: float | None = None,
+    kill_blocked_after: float | None = None,
 ) -> "EnvServer | EnvServerPool":
     """What serves an env with these numbers: one worker is this process itself, more are a pool's, which gives them
     `kill_grace` seconds from SIGTERM to SIGKILL (None: the policy's)."""
@@ -59,6 +61,8 @@ def make_server(
     if multiplex < 1:
         raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
     if max_workers == 1:
+        if kill_blocked_after is not None:
+            raise EnvServerError("kill_blocked_after is for worker processes: give max_workers more than 1")
         return EnvServer(env, env_kwargs, address=address or ADDRESS, multiplex=multiplex)
     if not isinstance(env, str):
         raise EnvServerError("workers load their env themselves: name it, as package.module:factory")
@@ -66,6 +70,7 @@ def make_server(
         raise EnvServerError("elastic=False starts max_workers at once: give their number")
     from envserver.pool import EnvServerPool
 
+    policy = PoolPolicy(kill_blocked_after=kill_blocked_after)
     return EnvServerPool(
         env,
         env_kwargs,
@@ -75,7 +80,7 @@ def make_server(
         address=address or ADDRESS,
         log_setup=log_setup,
         log_path=log_path,
-        policy=None if kill_grace is None else PoolPolicy(kill_grace=kill_grace),
+        policy=policy if kill_grace is None else dataclasses.replace(policy, kill_grace=kill_grace),
     )
 
 
@@ -91,6 +96,7 @@ def serve_env(
     death_pipe: Any = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    kill_blocked_after: float | None = None,
 ) -> None:
     """Serve an env until SIGTERM or SIGINT: what a script calls, or the target of a `multiprocessing.Process`.
 
@@ -98,6 +104,8 @@ def serve_env(
     server also the env itself. `max_workers` 1 serves from this process; more, or None for any number, from worker
     processes behind a broker: one at first and more as load grows, or all of them at once with `elastic=False`. A
     worker takes `multiplex` runs before another is started. `address` None is a free port on 127.0.0.1.
+    `kill_blocked_after`: a worker that does not answer is killed, and its runs fail, once its processes have used no
+    CPU for so many seconds (at least 10). None: it is only reported, for it may be waiting for a slow answer.
 
     `address_queue` (a multiprocessing queue, or a connection to write to) is told the address once it serves;
     `wait_for_address` is the other end. `death_pipe` (a connection or a descriptor to read from): when its other end
@@ -128,6 +136,7 @@ def serve_env(
             address=address,
             log_setup=log_setup,
             log_path=log_path,
+            kill_blocked_after=kill_blocked_after,
         )
         serve_until_told(server, ready=ready)
     except BaseException:
@@ -276,6 +285,7 @@ async def env_server(
     address: str | None = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    kill_blocked_after: float | None = None,
     timeout: float = TIMEOUT,
     stop_timeout: float = STOP_TIMEOUT,
 ) -> AsyncIterator[str]:
@@ -298,6 +308,7 @@ async def env_server(
             "address": address,
             "log_setup": pack_callable(log_setup),
             "log_path": None if log_path is None else os.fspath(log_path),
+            "kill_blocked_after": kill_blocked_after,
             "stop_timeout": stop_timeout,
         }
         yield await server.start(job, timeout)

@@ -3,8 +3,11 @@
 Events and the time (seconds of any monotonic clock) go in, actions come out. The shell carries them out, in order,
 and reports back: a `Spawn` by `spawned` or `spawn_failed`, a `Bury` by `closed`.
 
-    SPAWNING --spawned--> STARTING --answered--> READY --drain--> DRAINING
-       |                     | overdue, lost       | lost            | empty, overdue
+                                                SUSPECT
+                                           silent ^ | answered
+                                                  | v
+    SPAWNING --spawned--> STARTING --answered--> READY --drain--> DRAINING    (SUSPECT: the same ways as READY)
+       |                     | overdue, lost       | lost, hung      | empty, overdue, lost, hung
        | failed              v                     v                 v
        |                  KILLING <----------------+-----------------+
        |                     | exited (so from every state of a living worker)
@@ -19,6 +22,9 @@ the timer of all openings allows it. So nothing that cannot start counts as capa
 Two kinds of slots are beside `max_workers`. A lone one gets a single run and is never ready for others; it is opened as
 `lone_wanted` asks for it. And while a worker is recycled there are two for one place: its replacement until that is
 ready, which only then drains the old one, and after that the old one until its last run has ended.
+
+A suspect worker keeps its place and what it runs, and gets new runs only where no other can take them. Silence is no
+proof (`hung` looks for one), so it is not replaced; but an elastic pool of which no worker answers starts another.
 """
 
 import enum
@@ -34,6 +40,7 @@ class State(enum.Enum):
     SPAWNING = "spawning"
     STARTING = "starting"
     READY = "ready"
+    SUSPECT = "suspect"
     DRAINING = "draining"
     KILLING = "killing"
     DYING = "dying"
@@ -46,6 +53,8 @@ class Event(enum.Enum):
     SPAWNED = "spawned"
     ANSWERED = "answered"  # a health probe
     OVERDUE = "overdue"  # a start or a drain took too long
+    SILENT = "silent"  # it has not answered for long
+    HUNG = "hung"  # it never will, or is not waited for
     LOST = "lost"  # the connection to a worker that lives
     DRAIN = "drain"
     EMPTY = "empty"  # its last request has been answered
@@ -72,6 +81,15 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     },
     State.READY: {
         Event.ANSWERED: State.READY,
+        Event.SILENT: State.SUSPECT,
+        Event.HUNG: State.KILLING,
+        Event.LOST: State.KILLING,
+        Event.DRAIN: State.DRAINING,
+        Event.EXITED: State.DYING,
+    },
+    State.SUSPECT: {
+        Event.ANSWERED: State.READY,
+        Event.HUNG: State.KILLING,
         Event.LOST: State.KILLING,
         Event.DRAIN: State.DRAINING,
         Event.EXITED: State.DYING,
@@ -81,6 +99,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.DRAIN: State.DRAINING,
         Event.EMPTY: State.KILLING,
         Event.OVERDUE: State.KILLING,
+        Event.HUNG: State.KILLING,
         Event.LOST: State.KILLING,
         Event.EXITED: State.DYING,
     },
@@ -148,6 +167,9 @@ class Slot:
         """Since when its ready worker has had nothing to do; the shell says it."""
         self.rss = 0
         """Bytes of resident memory of its worker; the shell says it."""
+        self.hung = ""
+        """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
+        broker's doing, and says nothing about the requests it had."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -381,6 +403,20 @@ class Slots:
             return actions
         return []
 
+    def silent(self, slot: Slot, now: float) -> list[Action]:
+        """The worker has not answered for so long that others should get its runs."""
+        if slot.state is not State.READY:
+            return []
+        self._move(slot, Event.SILENT, now)
+        return self.tick(now)
+
+    def hung(self, slot: Slot, now: float, why: str) -> list[Action]:
+        """The worker is stopped or blocked beyond its limit."""
+        if slot.state not in (State.READY, State.SUSPECT, State.DRAINING):
+            return []
+        slot.hung = why
+        return self._kill(slot, Event.HUNG, now, hard=True)
+
     def lost(self, slot: Slot, now: float) -> list[Action]:
         """The connection to a worker that lives has ended: what is on it can never be answered."""
         if slot.state in (State.KILLING, State.DYING):
@@ -406,6 +442,7 @@ class Slots:
     def closed(self, slot: Slot, now: float) -> list[Action]:
         """All that the worker held has been released."""
         slot.overdue = False
+        slot.hung = ""
         if slot.planned:
             self._move(slot, Event.DONE, now)
         elif slot.ready_at is None:
@@ -435,7 +472,7 @@ class Slots:
         slot.planned = True
         was = slot.state
         self._move(slot, Event.DRAIN, now)
-        if was is not State.READY:
+        if slot.state is not State.DRAINING or was is State.DRAINING:
             return []
         slot.due = math.inf
         return [Drain(slot)]
@@ -522,6 +559,8 @@ class Slots:
         wanted = self.target
         if self.elastic:
             wanted = max(wanted, math.floor(in_flight / self._share) + 1)
+            if self._coming == self.count(State.SUSPECT):
+                wanted = max(wanted, self._coming + 1)
         for _ in range(int(min(wanted - self._coming, self._room))):
             self._open(now, 1).trial = True
 

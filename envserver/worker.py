@@ -13,6 +13,7 @@ from envserver.fingerprint import fingerprint
 from envserver.limits import PoolPolicy
 from envserver.outbox import Outbox, Sender
 from envserver.slots import Slot
+from envserver.stacks import wanted as stacks_wanted
 from envserver.wire import HEALTH, Part, encode
 from envserver.zsocket import CONNECTED, DISCONNECTED, LARGE, ConnectionWatch, ZSocket
 
@@ -94,13 +95,18 @@ class Worker:
     ) -> None:
         self.slot = slot
         self.number = slot.number
+        self.generation = slot.generation
         self.requests: dict[bytes, Request] = {}
         """By wire id: what has not been answered."""
         self.dispatchable = False
         """It may get runs: set when it is ready, taken away at the first sign that it is going."""
         self.connected = False
         self.closed = False
+        self.stacks_path = f"{path}.stacks" if stacks_wanted() else None
+        """Where it writes down its stacks, if it does."""
         self._path = path
+        self._heard = False
+        self._on_message = on_message
         self._budget = policy.worker_budget
         self._on_lost = on_lost
         socket = context.socket(zmq.DEALER)
@@ -109,7 +115,7 @@ class Worker:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT[1])
         with contextlib.ExitStack() as undo:
             undo.callback(socket.close, 0)
-            self.zsocket = ZSocket(socket, lambda parts: on_message(self, parts), self._flush)
+            self.zsocket = ZSocket(socket, self._received, self._flush)
             undo.callback(self.zsocket.close)
             self._watch = ConnectionWatch(socket, self._connection)
             undo.callback(self._watch.close)
@@ -117,8 +123,9 @@ class Worker:
             self._lane = Outbox(_Lane(self.zsocket), lambda _: None, budget=None)
             undo.callback(self._lane.close)
             self.probe()
+            stacks = {"stacks_path": self.stacks_path, "stacks_after": policy.silent_after}
             self.child = Child.spawn(
-                {**job, "role": "worker", "address": f"ipc://{path}"},
+                {**job, **stacks, "role": "worker", "address": f"ipc://{path}"},
                 log_path=log_path,
                 on_exit=lambda _: on_exit(self),
             )
@@ -132,7 +139,9 @@ class Worker:
     def end(self) -> str:
         """How the process ended, as it follows its name."""
         reason = self.child.exit_reason
-        return f"was {reason}" if reason.startswith("killed") else reason
+        if not reason.startswith("killed"):
+            return reason
+        return f"was {reason}, {self.slot.hung}" if self.slot.hung else f"was {reason}"
 
     @property
     def in_arrears(self) -> bool:
@@ -153,6 +162,11 @@ class Worker:
     def probe(self) -> None:
         self.send([PROBE_ID, HEALTH, encode({})])
 
+    def take_heard(self) -> bool:
+        """Whether anything has come from it since the last call."""
+        heard, self._heard = self._heard, False
+        return heard
+
     def read_rest(self) -> None:
         """Handle all that has arrived from a worker that has ended."""
         while self.zsocket.receive_now():
@@ -172,8 +186,14 @@ class Worker:
         self._watch.close()
         self.zsocket.close()
         self.child.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        for path in (self._path, self.stacks_path):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def _received(self, parts: list[Part]) -> None:
+        self._heard = True
+        self._on_message(self, parts)
 
     def _flush(self) -> None:
         if not self._lane.empty:

@@ -72,6 +72,7 @@ async def test_it_is_up_when_one_worker_is_ready_and_health_tells_how_many_are()
             "success": True,
             "error": None,
             "ready": 2,
+            "suspect": 0,
             "starting": 0,
             "capacity": 256,
         }

@@ -99,6 +99,8 @@ def slot_in(state: State) -> tuple[Driver, Slot]:
     slot = driver.in_state(State.READY)[0]
     slots = driver.slots
     match state:
+        case State.SUSPECT:
+            driver.do(slots.silent(slot, driver.now))
         case State.DRAINING:
             driver.do(slots.shut_down(driver.now, 30))
         case State.KILLING:
@@ -126,6 +128,14 @@ STEPS: list[tuple[State, Event, Callable[[Driver, Slot], list[Action]], State, l
     (State.READY, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
     (State.READY, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
     (State.READY, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, 0), State.DYING, [Bury]),
+    (State.READY, Event.SILENT, lambda d, s: d.slots.silent(s, d.now), State.SUSPECT, []),
+    (State.READY, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.READY, []),
+    (State.SUSPECT, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
+    (State.SUSPECT, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, KILLED), State.DYING, [Bury]),
+    (State.DRAINING, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
     (State.DRAINING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.DRAINING, []),
     (State.DRAINING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
     (State.DRAINING, Event.EMPTY, lambda d, s: d.slots.empty(s, d.now), State.KILLING, [Terminate]),
@@ -506,6 +516,64 @@ def test_a_failed_growth_waits_on_its_own_timer_and_blocks_nothing_else() -> Non
     assert driver.slots.starting == 1, "the timer is reset by one that is ready"
 
 
+# Silence
+
+
+def test_a_suspect_worker_is_no_capacity_but_keeps_its_place_and_is_not_replaced() -> None:
+    for elastic in (False, True):
+        driver = Driver(max_workers=4, elastic=elastic, multiplex=10).up()
+        driver.in_flight = 9
+        driver.tick()
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+        ready = driver.in_state(State.READY)
+        starts = len(driver.starts)
+        driver.do(driver.slots.silent(ready[0], driver.now))
+        assert driver.slots.capacity == 10 * (len(ready) - 1)
+        driver.run_until(driver.now + 600)
+        assert len(driver.starts) == starts
+        driver.answer(ready[0])
+        assert driver.slots.capacity == 10 * len(ready)
+
+
+def test_an_elastic_pool_of_which_no_worker_answers_starts_one_more_up_to_its_limit() -> None:
+    driver = Driver(max_workers=3, elastic=True, multiplex=10).up()
+    for workers in (2, 3, 3):
+        for slot in driver.in_state(State.READY):
+            driver.do(driver.slots.silent(slot, driver.now))
+        driver.tick()
+        assert len(driver.starts) == workers
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+    assert len(driver.in_state(State.SUSPECT)) == 3
+    driver = Driver(max_workers=2, elastic=False).up()
+    for slot in driver.in_state(State.READY):
+        driver.do(driver.slots.silent(slot, driver.now))
+    driver.tick()
+    assert len(driver.starts) == 2, "a static one has all it may have"
+
+
+def test_a_hung_worker_gets_sigkill_and_its_slot_says_why_until_it_is_buried() -> None:
+    driver = Driver(max_workers=1).up()
+    slot = driver.one(State.READY)
+    driver.do(driver.slots.hung(slot, driver.now, "as it was stopped"))
+    assert driver.told[-1] == Terminate(slot, hard=True)
+    assert driver.slots.hung(slot, driver.now, "again") == [], "it is being killed"
+    driver.do(driver.slots.exited(slot, driver.now, KILLED))
+    assert slot.hung == "as it was stopped"
+    driver.do(driver.slots.closed(slot, driver.now))
+    assert slot.hung == ""
+    driver.run_until(driver.now + 1)
+    assert slot.state is State.STARTING, "it is replaced like any that died"
+
+
+def test_silence_means_nothing_before_a_worker_is_ready_and_while_it_ends() -> None:
+    for state in (State.STARTING, State.DRAINING, State.KILLING, State.DYING, State.BACKOFF):
+        driver, slot = slot_in(state)
+        assert driver.slots.silent(slot, driver.now) == []
+        assert slot.state is state
+
+
 # Ends
 
 
@@ -542,7 +610,7 @@ def test_in_a_hurry_nothing_is_waited_for() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["wait", "answer", "die", "bury", "lose", "load", "tick"]),
+        st.sampled_from(["wait", "answer", "die", "bury", "lose", "load", "tick", "silent", "hung"]),
         st.integers(0, 7),
         st.sampled_from([0, 1, -9, -11]),
     ),
@@ -584,7 +652,7 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
             assert all(b - a >= 0.999 for a, b in itertools.pairwise(times))
 
     for what, which, returncode in events:
-        living = driver.in_state(State.STARTING, State.READY, State.KILLING)
+        living = driver.in_state(State.STARTING, State.READY, State.SUSPECT, State.KILLING)
         slot = living[which % len(living)] if living else None
         match what:
             case "wait":
@@ -598,6 +666,10 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
                 driver.answer(slot)
             case "lose" if slot:
                 driver.do(slots.lost(slot, driver.now))
+            case "silent" if slot:
+                driver.do(slots.silent(slot, driver.now))
+            case "hung" if slot:
+                driver.do(slots.hung(slot, driver.now, "stopped"))
             case "die" if slot:
                 driver.do(slots.exited(slot, driver.now, returncode))
                 dying.append(slot)
@@ -615,7 +687,7 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
             driver.do(slots.closed(slot, driver.now))
         for slot in driver.in_state(State.KILLING):
             driver.die(slot)
-        for slot in driver.in_state(State.STARTING):
+        for slot in driver.in_state(State.STARTING, State.SUSPECT):
             driver.answer(slot)
 
     driver.tick()
