@@ -49,6 +49,8 @@ class PoolPolicy:
     """How long workers that were sent SIGKILL may take to end until the pool stops without them."""
     flush_timeout: float = 1.0
     """How long the last answers of a pool that stops may take to leave."""
+    numbers_period: float | None = 30.0
+    """Between two log lines with the pool's numbers (INFO). None: no lines."""
 
     def open_delay(self, failures: int) -> float:
         """Until the next place may be opened, after so many failures in a row (at least one)."""

@@ -18,6 +18,7 @@ from envserver.errors import EnvServerError
 from envserver.folder import short_folder
 from envserver.jobs import pack_callable
 from envserver.limits import PoolPolicy
+from envserver.metrics import Sample, in_a_line, samples_of
 from envserver.outbox import Outbox
 from envserver.slots import Action, Bury, GiveUp, Slot, Slots, Spawn, State, Terminate
 from envserver.startup import startup_error
@@ -87,6 +88,7 @@ class EnvServerPool:
         self._dispatcher = Dispatcher(
             on_missed=self._missed, on_load=self._tick, on_health=self._health, on_idle=self._idle
         )
+        self._slots.on_move = self._dispatcher.metrics.moved
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
         self._causes: dict[int, str] = {}
@@ -98,6 +100,7 @@ class EnvServerPool:
         self._folder: Path | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Handle | None = None
+        self._numbers_timer: asyncio.TimerHandle | None = None
         self._burials: dict[Worker, asyncio.TimerHandle] = {}
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
@@ -132,6 +135,7 @@ class EnvServerPool:
             await self._up
             self._frontend = ZSocket(self._listener, self._dispatcher.on_request, self._flush)
             self._dispatcher.outbox = Outbox(self._frontend, self._dispatcher.cut_off, self._policy.client_budget)
+            self._set_numbers_timer()
         except BaseException:
             await self.stop()
             raise
@@ -172,6 +176,19 @@ class EnvServerPool:
         counts = {state.value: self._slots.count(state) for state in State}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
+
+    def samples(self) -> list[Sample]:
+        """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
+        loads = {worker.number: len(worker.requests) for worker in [*self._workers.values()]}
+        return samples_of(self._dispatcher.metrics, self._slots, loads, self.dropped)
+
+    def _set_numbers_timer(self) -> None:
+        if self._policy.numbers_period is not None:
+            self._numbers_timer = self._loop.call_later(self._policy.numbers_period, self._tell_numbers)
+
+    def _tell_numbers(self) -> None:
+        logger.info("numbers: %s", in_a_line(self.samples()))
+        self._set_numbers_timer()
 
     # Carrying out what the slots decide
 
@@ -460,6 +477,8 @@ class EnvServerPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._numbers_timer is not None:
+            self._numbers_timer.cancel()
         await self._close_frontend()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -20,7 +20,7 @@ the timer of all openings allows it. So nothing that cannot start counts as capa
 import enum
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from envserver.limits import PoolPolicy
@@ -132,6 +132,8 @@ class Slot:
         self.spawned_at = -math.inf
         self.overdue = False
         """Its worker did not start in time."""
+        self.returncode = 0
+        """Of its last worker that ended; negative for a signal."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -196,6 +198,8 @@ class Slots:
         self.map: dict[int, Slot] = {}
         self.up = False
         """A worker has been ready: the start has succeeded."""
+        self.on_move: Callable[[Slot, State, Event], None] = lambda slot, was, event: None
+        """Told of each change of state once it has happened: the slot, its state before, and why."""
         self._closing = False
         self._luck = iter(luck)
         self._generations = itertools.count(1)
@@ -314,6 +318,7 @@ class Slots:
 
     def exited(self, slot: Slot, now: float, returncode: int) -> list[Action]:
         """The worker has ended; `returncode` is negative for a signal."""
+        slot.returncode = returncode
         self._move(slot, Event.EXITED, now)
         slot.due = math.inf
         if self.up or self._closing:
@@ -383,14 +388,17 @@ class Slots:
         return max(self.policy.spawn_floor, 2 * (self.target if self.max_workers is None else self.max_workers))
 
     def _move(self, slot: Slot, event: Event, now: float) -> None:
-        new = TRANSITIONS[slot.state].get(event)
+        was = slot.state
+        new = TRANSITIONS[was].get(event)
         if new is None:
             raise RuntimeError(f"{slot!r} cannot be {event.value}")
-        if new is not slot.state:
+        if new is not was:
             slot.state = new
             slot.since = now
         if new in ENDS:
             del self.map[slot.number]
+        if new is not was:
+            self.on_move(slot, was, event)
 
     def _kill(self, slot: Slot, event: Event, now: float, hard: bool = False) -> list[Action]:
         self._move(slot, event, now)

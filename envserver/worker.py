@@ -28,7 +28,7 @@ RECONNECT = 10, 250
 class Request:
     """A run, or the cancel of one, that a worker has and has not answered."""
 
-    __slots__ = ("client", "id", "target", "wire_id", "worker")
+    __slots__ = ("cancelled", "client", "id", "target", "wire_id", "worker")
 
     def __init__(
         self, client: bytes | None, request_id: bytes, worker: "Worker", wire_id: bytes, target: "Request | None" = None
@@ -41,6 +41,8 @@ class Request:
         """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
         self.target = target
         """Of a cancel: the run."""
+        self.cancelled = False
+        """Of a run: its client has cancelled it."""
 
 
 class Worker:
