@@ -312,7 +312,7 @@ def test_a_scrape_amid_a_change_of_size_is_tried_again() -> None:
     class Changing(EnvServer):
         tries = 0
 
-        def samples(self):  # type: ignore[no-untyped-def]
+        def samples(self):
             self.tries += 1
             if self.tries < 3:
                 raise RuntimeError("dictionary changed size during iteration")

@@ -36,7 +36,7 @@ async def test_a_call_that_blocks_is_told_by_its_place_and_how_long(caplog: pyte
             await asyncio.sleep(PERIOD)
             block(0.6, SECRET)
             stalls = watch.lag.stalls
-            await until(lambda stalls=stalls: watch.lag.stalls > stalls)  # type: ignore[misc]
+            await until(lambda stalls=stalls: watch.lag.stalls > stalls)
             if "test_looplag.py" in lines(caplog)[-1]:
                 break
         line = lines(caplog)[-1]
