@@ -6,6 +6,7 @@ is answered also while the event loop stands still.
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -13,13 +14,13 @@ from tunnel.base import Tunnel
 from tunnel.metrics import FAMILIES, Family, Histogram, Sample, samples_of
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry
+    from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.utils import floatToGoString
 except ImportError:
     raise ImportError("prometheus-client is not installed: pip install 'interception-toolkit[prometheus]'") from None
 
-__all__ = ["REGISTRY", "CollectorRegistry", "Shown", "register", "show"]
+__all__ = ["REGISTRY", "CollectorRegistry", "Shown", "register", "serve_page", "show"]
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -80,6 +81,18 @@ def register(tunnel: Tunnel, name: str, registry: CollectorRegistry = REGISTRY) 
     The tunnels of interception servers and pools are shown together with those: `interception.prometheus.register`.
     """
     return show(FAMILIES, name, _Reading(tunnel), registry)
+
+
+def serve_page(stack: ExitStack, port: int, registry: CollectorRegistry = REGISTRY) -> str:
+    """Have `/metrics` served on 127.0.0.1 (port 0: any free one) until `stack` is closed; its URL.
+
+    From a thread, so that it answers also while the event loop does not. Raises `OSError` if the port cannot be had.
+    """
+    server, thread = start_http_server(port, "127.0.0.1", registry)
+    stack.callback(server.server_close)
+    stack.callback(thread.join)
+    stack.callback(server.shutdown)
+    return f"http://127.0.0.1:{server.server_port}/metrics"
 
 
 class _Reading:
