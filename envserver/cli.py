@@ -64,6 +64,12 @@ def serve(
         ),
     ] = None,
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Numbers for Prometheus at /metrics, on 127.0.0.1. 0: any free port."
+        ),
+    ] = None,
 ) -> None:
     """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
 
@@ -94,7 +100,7 @@ def serve(
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with _told_in_short(f"{env} could not be served"):
-        serve_until_told(server, alongside=lambda: _show_states(server, console))
+        serve_until_told(server, alongside=lambda: _show_states(server, console), metrics_port=metrics_port)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from envserver.frontend import Frontend
 from envserver.jobs import pack_callable
 from envserver.limits import MIB, PoolPolicy
 from envserver.memory import rss_of
+from envserver.metrics import Sample, in_a_line, samples_of
 from envserver.quarantine import Quarantine
 from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
 from envserver.startup import startup_error
@@ -115,6 +116,7 @@ class EnvServerPool:
             retire=lambda worker: self._supervise(lambda: self._slots.retire(worker.slot, self._now)),
             wake=self._look_soon,
         )
+        self._slots.on_move = self._dispatcher.metrics.moved
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
         self._causes: dict[int, str] = {}
@@ -131,6 +133,7 @@ class EnvServerPool:
             on_hung=lambda worker, why: self._supervise(lambda: self._slots.hung(worker.slot, self._now, why)),
             on_failure=self._crashed,
         )
+        self._numbers_timer: asyncio.TimerHandle | None = None
         self._burials: dict[Worker, asyncio.TimerHandle] = {}
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
@@ -166,6 +169,7 @@ class EnvServerPool:
             )
             if self._policy.max_worker_rss is not None:
                 self._measure()
+            self._set_numbers_timer()
         except BaseException:
             await self.stop()
             raise
@@ -208,6 +212,19 @@ class EnvServerPool:
         counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "waiting": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
+
+    def samples(self) -> list[Sample]:
+        """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
+        loads = {worker.number: len(worker.requests) for worker in [*self._workers.values()]}
+        return samples_of(self._dispatcher.metrics, self._slots, loads, self.dropped, self._quarantine.waiting)
+
+    def _set_numbers_timer(self) -> None:
+        if self._policy.numbers_period is not None:
+            self._numbers_timer = self._loop.call_later(self._policy.numbers_period, self._tell_numbers)
+
+    def _tell_numbers(self) -> None:
+        logger.info("numbers: %s", in_a_line(self.samples()))
+        self._set_numbers_timer()
 
     # Carrying out what the slots decide
 
@@ -552,6 +569,8 @@ class EnvServerPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._numbers_timer is not None:
+            self._numbers_timer.cancel()
         await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

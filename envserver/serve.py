@@ -97,6 +97,7 @@ def serve_env(
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
     kill_blocked_after: float | None = None,
+    metrics_port: int | None = None,
 ) -> None:
     """Serve an env until SIGTERM or SIGINT: what a script calls, or the target of a `multiprocessing.Process`.
 
@@ -111,7 +112,8 @@ def serve_env(
     `wait_for_address` is the other end. `death_pipe` (a connection or a descriptor to read from): when its other end
     is closed this process ends within a second, as it does when the process that started it with multiprocessing has
     gone. `log_setup` is called here and in every worker. `log_path`: this process's stdout and stderr are appended to
-    that file from now on.
+    that file from now on. `metrics_port`: its numbers are at `http://127.0.0.1:PORT/metrics` for Prometheus (extra
+    `prometheus`; 0 is any free port, which the log tells).
 
     At the first signal no new run is taken, and those under way get 30 seconds; a second one ends the wait, more have
     no effect. Raises `EnvServerError` if it cannot be served.
@@ -138,7 +140,7 @@ def serve_env(
             log_path=log_path,
             kill_blocked_after=kill_blocked_after,
         )
-        serve_until_told(server, ready=ready)
+        serve_until_told(server, ready=ready, metrics_port=metrics_port)
     except BaseException:
         if log_path is not None:
             with contextlib.suppress(OSError):
@@ -152,9 +154,10 @@ def serve_until_told(
     ready: Callable[[str], None] | None = None,
     drain_timeout: float | None = None,
     alongside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    metrics_port: int | None = None,
 ) -> None:
-    """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs from
-    before its start until after its end."""
+    """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs, and
+    `metrics_port` is served, from before its start until after its end."""
 
     async def serve() -> None:
         beside = None if alongside is None else asyncio.create_task(alongside())
@@ -165,7 +168,24 @@ def serve_until_told(
                 beside.cancel()
                 await run_to_end(_ended(beside))
 
-    asyncio.run(serve())
+    with contextlib.nullcontext() if metrics_port is None else _metrics_of(server, metrics_port):
+        asyncio.run(serve())
+
+
+@contextmanager
+def _metrics_of(server: "EnvServer | EnvServerPool", port: int) -> Iterator[None]:
+    try:
+        from envserver.prometheus import register, serving_metrics
+    except ImportError as error:
+        raise EnvServerError(f"no metrics: {error}") from None
+    with contextlib.ExitStack() as stack:
+        stack.callback(register(server))
+        try:
+            bound = stack.enter_context(serving_metrics(port))
+        except (OSError, OverflowError) as error:
+            raise EnvServerError(f"no metrics can be served on port {port} of 127.0.0.1: {error}") from None
+        logger.info("metrics are on http://127.0.0.1:%d/metrics", bound)
+        yield
 
 
 async def _serve(
@@ -288,6 +308,7 @@ async def env_server(
     kill_blocked_after: float | None = None,
     timeout: float = TIMEOUT,
     stop_timeout: float = STOP_TIMEOUT,
+    metrics_port: int | None = None,
 ) -> AsyncIterator[str]:
     """A server in a process of its own: `async with env_server("package.module:factory") as address`.
 
@@ -310,6 +331,7 @@ async def env_server(
             "log_path": None if log_path is None else os.fspath(log_path),
             "kill_blocked_after": kill_blocked_after,
             "stop_timeout": stop_timeout,
+            "metrics_port": metrics_port,
         }
         yield await server.start(job, timeout)
     finally:

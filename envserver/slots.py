@@ -30,7 +30,7 @@ proof (`hung` looks for one), so it is not replaced; but an elastic pool of whic
 import enum
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from envserver.limits import PoolPolicy
@@ -170,6 +170,8 @@ class Slot:
         self.hung = ""
         """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
         broker's doing, and says nothing about the requests it had."""
+        self.returncode = 0
+        """Of its last worker that ended; negative for a signal."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -263,6 +265,8 @@ class Slots:
         self.map: dict[int, Slot] = {}
         self.up = False
         """A worker has been ready: the start has succeeded."""
+        self.on_move: Callable[[Slot, State, Event], None] = lambda slot, was, event: None
+        """Told of each change of state once it has happened: the slot, its state before, and why."""
         self._closing = False
         self._luck = iter(luck)
         self._generations = itertools.count(1)
@@ -425,6 +429,7 @@ class Slots:
 
     def exited(self, slot: Slot, now: float, returncode: int) -> list[Action]:
         """The worker has ended; `returncode` is negative for a signal."""
+        slot.returncode = returncode
         self._move(slot, Event.EXITED, now)
         slot.due = math.inf
         slot.planned |= slot.lone and slot.ready_at is not None
@@ -524,14 +529,17 @@ class Slots:
         return max(self.policy.spawn_floor, 2 * (self.target if self.max_workers is None else self.max_workers))
 
     def _move(self, slot: Slot, event: Event, now: float) -> None:
-        new = TRANSITIONS[slot.state].get(event)
+        was = slot.state
+        new = TRANSITIONS[was].get(event)
         if new is None:
             raise RuntimeError(f"{slot!r} cannot be {event.value}")
-        if new is not slot.state:
+        if new is not was:
             slot.state = new
             slot.since = now
         if new in ENDS:
             del self.map[slot.number]
+        if new is not was:
+            self.on_move(slot, was, event)
 
     def _kill(self, slot: Slot, event: Event, now: float, hard: bool = False) -> list[Action]:
         self._move(slot, event, now)
