@@ -18,7 +18,7 @@ from rich.text import Text
 
 from envserver.client import EnvClient
 from envserver.errors import EnvServerError
-from envserver.limits import PoolPolicy
+from envserver.limits import MIB, PoolPolicy
 from envserver.serve import make_server, serve_until_told
 from envserver.server import EnvServer
 
@@ -46,8 +46,22 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Worker processes. 1: this process serves by itself.")
     ] = 1,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Start with one worker, and more up to --workers as load grows.")
+        bool,
+        typer.Option(
+            "--elastic", help="Start with --min-workers, and have more, up to --workers, while load asks for them."
+        ),
     ] = False,
+    min_workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --elastic: start with so many, and keep them.")
+    ] = 1,
+    max_worker_rss: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MIB", help="Replace a worker that has more memory.", show_default="never"),
+    ] = None,
+    max_worker_age: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="Replace a worker that is older.", show_default="never"),
+    ] = None,
     multiplex: Annotated[
         int, typer.Option(min=1, metavar="N", help="Runs that one worker takes before another is started.")
     ] = 128,
@@ -95,6 +109,9 @@ def serve(
             multiplex=multiplex,
             address=_full(address),
             kill_blocked_after=kill_blocked_after,
+            min_workers=min_workers,
+            max_worker_rss=None if max_worker_rss is None else max_worker_rss * MIB,
+            max_worker_age=max_worker_age,
         )
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.

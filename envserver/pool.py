@@ -78,6 +78,9 @@ class EnvServerPool:
             most = "" if max_workers is None else f" and at most max_workers ({max_workers})"
             raise EnvServerError(f"min_workers is at least 1{most}, not {min_workers}")
         self._policy = policy or PoolPolicy()
+        for name in ("max_worker_rss", "max_worker_age"):
+            if (limit := getattr(self._policy, name)) is not None and limit <= 0:
+                raise EnvServerError(f"{name} is more than 0, or None for no limit; not {limit}")
         if self._policy.max_worker_rss is not None and rss_of(os.getpid()) is None:
             raise EnvServerError("max_worker_rss: this system has no /proc, so install psutil")
         check_address(address, "cannot listen on")

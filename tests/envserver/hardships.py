@@ -18,6 +18,9 @@ from envserver.server import EnvServer
 from tests.envserver.envs import Scripted, gated
 from tests.helpers import until
 
+GROWN: list[bytes] = []
+"""What runs have left behind."""
+
 LOCK = threading.Lock()
 """Held by a thread of the launcher, in a test of what its workers inherit."""
 
@@ -58,6 +61,8 @@ class Hard(Scripted):
         match request.get("do"):
             case "abort":
                 os.abort()
+            case "grow":
+                GROWN.append(os.urandom(request["size"]))
             case "wait for":
                 await until(Path(request["path"]).exists)
             case "hold the GIL":

@@ -128,6 +128,12 @@ async def test_on_a_terminal_there_is_one_live_line() -> None:
         (["serve", MAKE, "--workers", "0"], 2, "--workers"),
         (["serve", MAKE, "--workers", "2", "--kill-blocked-after", "3"], 2, "--kill-blocked-after"),
         (["serve", MAKE, "--kill-blocked-after", "20"], 1, "error: kill_blocked_after is for worker processes"),
+        (["serve", MAKE, "--max-worker-rss", "500"], 1, "error: max_worker_rss is for worker processes"),
+        (
+            ["serve", MAKE, "--workers", "2", "--elastic", "--min-workers", "3"],
+            1,
+            "error: min_workers is at least 1 and",
+        ),
         (["serve", MAKE, "--address", "tcp://300.0.0.1:1"], 1, "error: cannot listen on"),
         (["health", "127.0.0.1:1", "--timeout", "0.1"], 1, "error: no answer from tcp://127.0.0.1:1 within 0.1 s"),
         (["health", "http://127.0.0.1:1"], 1, "error: cannot connect to http://127.0.0.1:1"),
