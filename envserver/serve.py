@@ -118,8 +118,8 @@ def serve_env(
 
     `env`: `package.module:factory`, called with `env_kwargs` (JSON values where there are workers); for a single
     server also the env itself. `max_workers` 1 serves from this process; more, or None for any number, from worker
-    processes behind a broker: `min_workers` at first, more as load grows and fewer when they are not needed for long, or
-    all of them at once with `elastic=False`. A worker takes `multiplex` runs before another is started. A worker whose
+    processes behind a broker: `min_workers` at first, more as load grows and fewer when it is gone for long, or all of
+    them at once with `elastic=False`. A worker takes `multiplex` runs before another is started. A worker whose
     process has more than `max_worker_rss` bytes of resident memory, or has been ready for `max_worker_age` seconds, is
     replaced: the new one starts first, and the old one's runs end there. `address` None is a free port on 127.0.0.1.
     `kill_blocked_after`: a worker that does not answer is killed, and its runs fail, once its processes have used no
