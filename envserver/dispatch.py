@@ -27,14 +27,15 @@ from envserver.worker import PROBE_ID, Request, Worker
 
 logger = logging.getLogger("envserver")
 
-NOT_CANCELLED = success({"cancelled": False})
+CANCELLED, NOT_CANCELLED = success({"cancelled": True}), success({"cancelled": False})
 
 
 class Dispatcher:
     """Between the clients, behind `outbox`, and the workers that are ready.
 
     `on_missed` is called when a run found no worker and says why for its error; `on_load` when `load` has reached
-    `load_limit`; `on_health` when a worker has answered a probe; `on_idle` when a worker has answered all it had.
+    `load_limit`; `on_health` when a worker has answered a probe; `on_idle` when a worker has answered all it had;
+    `on_withdrawn` when nobody wants a run any more that is held.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Dispatcher:
         on_load: Callable[[], None],
         on_health: Callable[[Worker, Part], None],
         on_idle: Callable[[Worker], None],
+        on_withdrawn: Callable[[Request], None],
     ) -> None:
         self.outbox: Outbox | None = None
         """Where answers go. Set when the pool is up."""
@@ -56,12 +58,17 @@ class Dispatcher:
         self.load_limit = math.inf
         self.refusal: str | None = None
         """Why no run is taken any more, or None."""
+        self.detain: Callable[[Request], bool] | None = None
+        """Asked about each run that comes: whether another sees to it. None: nobody is to be asked."""
+        self.on_answered: Callable[[Request, Part], None] | None = None
+        """Told the reply of each run. None: nobody is to be told."""
         self.dropped = 0
         """Messages that were none, or nobody's."""
         self._on_missed = on_missed
         self._on_load = on_load
         self._on_health = on_health
         self._on_idle = on_idle
+        self._on_withdrawn = on_withdrawn
         self._clients: dict[bytes, dict[bytes, Request]] = {}
         self._ids = itertools.count(1)
 
@@ -89,14 +96,37 @@ class Dispatcher:
         if self.refusal is not None:
             self._reply(client, request_id, failure(self.refusal))
             return
+        entry = Request(client, request_id, payload)
+        if self.detain is None or not self.detain(entry):
+            self.dispatch(entry)
+
+    def dispatch(self, entry: Request) -> None:
+        """A run goes to whoever has the least to do; it fails if there is nobody."""
         worker = self._choose()
         if worker is None:
-            self._reply(client, request_id, failure(self._on_missed()))
+            self.answer(entry, failure(self._on_missed()))
             return
-        entry = self._enter(client, request_id, worker)
-        worker.send([entry.wire_id, RUN, payload])
+        self.send(entry, worker)
         if self.load_limit != math.inf and self.load >= self.load_limit:
             self._on_load()
+
+    def send(self, entry: Request, worker: Worker) -> None:
+        """A run goes to this worker."""
+        payload = entry.payload
+        self._enter(entry, worker)
+        worker.send([entry.wire_id, RUN, payload])
+
+    def hold(self, entry: Request) -> None:
+        """A run waits; until it is sent or answered it may be withdrawn."""
+        self._register(entry)
+
+    def answer(self, entry: Request, data: Part) -> None:
+        """Reply to a run that no worker has."""
+        client = entry.client
+        if client is not None:
+            if self._clients.get(client, {}).get(entry.id) is entry:
+                self._forget(client, entry.id)
+            self._reply(client, entry.id, data)
 
     def _cancel(self, client: bytes, request_id: bytes, payload: Part) -> None:
         try:
@@ -104,11 +134,17 @@ class Dispatcher:
         except ValueError as error:
             self._reply(client, request_id, failure(f"a bad request: {error}"))
             return
+        if target is not None and target.worker is None:
+            self._on_withdrawn(target)
+            self._reply(client, request_id, CANCELLED)
+            self.answer(target, failure("cancelled"))
+            return
         # A worker that is going answers nothing any more; its runs are about to be answered by us.
-        if target is None or target.target is not None or not target.worker.reachable:
+        if target is None or target.target is not None or target.worker is None or not target.worker.reachable:
             self._reply(client, request_id, NOT_CANCELLED)
             return
-        entry = self._enter(client, request_id, target.worker, target)
+        entry = Request(client, request_id, target=target)
+        self._enter(entry, target.worker)
         # On the way that the run took, after it.
         target.worker.send([entry.wire_id, CANCEL, cancel_payload(target.wire_id)])
 
@@ -130,11 +166,14 @@ class Dispatcher:
                 best, least = worker, load
         return best
 
-    def _enter(self, client: bytes, request_id: bytes, worker: Worker, target: Request | None = None) -> Request:
-        wire_id = b"%x" % next(self._ids)
-        entry = worker.requests[wire_id] = Request(client, request_id, worker, wire_id, target)
-        self._clients.setdefault(client, {})[request_id] = entry
-        return entry
+    def _enter(self, entry: Request, worker: Worker) -> None:
+        entry.sent_to(worker, b"%x" % next(self._ids))
+        worker.requests[entry.wire_id] = entry
+        self._register(entry)
+
+    def _register(self, entry: Request) -> None:
+        if entry.client is not None:
+            self._clients.setdefault(entry.client, {})[entry.id] = entry
 
     # From workers
 
@@ -160,6 +199,8 @@ class Dispatcher:
         if client is not None:
             self._forget(client, entry.id)
             self._reply(client, entry.id, data)
+        if self.on_answered is not None and entry.target is None:
+            self.on_answered(entry, data)
         if not worker.requests:
             self._on_idle(worker)
 
@@ -187,10 +228,12 @@ class Dispatcher:
         for entry in self._clients.pop(client, {}).values():
             entry.client = None
             worker = entry.worker
-            if entry.target is None and worker.reachable:
-                wire_id = b"%x" % next(self._ids)
-                worker.requests[wire_id] = Request(None, b"", worker, wire_id, entry)
-                worker.send([wire_id, CANCEL, cancel_payload(entry.wire_id)])
+            if worker is None:
+                self._on_withdrawn(entry)
+            elif entry.target is None and worker.reachable:
+                cancel = Request(None, b"", target=entry)
+                self._enter(cancel, worker)
+                worker.send([cancel.wire_id, CANCEL, cancel_payload(entry.wire_id)])
 
     def _forget(self, client: bytes, request_id: bytes) -> None:
         mine = self._clients[client]

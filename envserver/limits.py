@@ -39,6 +39,30 @@ class PoolPolicy:
     spawn_floor: int = 4
     scale_up_share: float = 0.9
     """Another worker is started once so much of the ready workers' capacity is used."""
+    scale_down_share: float = 0.5
+    """A worker is ended once less than so much of the ready workers' capacity has been used …"""
+    scale_down_after: float = 60.0
+    """… for this long, with one worker fewer each time, …"""
+    scale_down_idle: float = 300.0
+    """… and that worker has had nothing to do for this long."""
+    load_look: float = 1.0
+    """Between two looks at the load of a pool that has a worker to spare, and at the workers' memory."""
+    max_worker_rss: int | None = None
+    """A worker whose process has more resident memory is replaced, at the earliest when it is steady. None: never."""
+    max_worker_age: float | None = None
+    """A worker that has been ready for longer is replaced. None: never."""
+    suspect_after: int = 2
+    """Deaths of workers on which a task was in flight, until it runs alone."""
+    refuse_after: int = 2
+    """Deaths of workers on which it ran alone, until it is refused."""
+    poison_records: int = 1024
+    """Tasks whose deaths are remembered."""
+    poison_forgotten_after: float = 3600.0
+    """Since the last of its deaths."""
+    lone_workers: int = 1
+    """Workers beside `max_workers` at most, for tasks that run alone."""
+    suspects_waiting: int = 1024
+    """Runs that wait for a lone worker at most; beyond it they fail."""
     kill_grace: float = 10.0
     """From SIGTERM to SIGKILL."""
     burial_timeout: float = 1.0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import shutil
@@ -16,21 +17,20 @@ import zmq
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
 from envserver.folder import short_folder
+from envserver.frontend import Frontend
 from envserver.jobs import pack_callable
-from envserver.limits import PoolPolicy
-from envserver.outbox import Outbox
-from envserver.slots import Action, Bury, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.limits import MIB, PoolPolicy
+from envserver.memory import rss_of
+from envserver.quarantine import Quarantine
+from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
 from envserver.startup import startup_error
 from envserver.teardown import run_to_end
 from envserver.watch import Watch
 from envserver.wire import Part, decode, encode
 from envserver.worker import Worker
-from envserver.zsocket import ZSocket, check_address, listen, unlink_address
+from envserver.zsocket import check_address
 
 logger = logging.getLogger("envserver")
-
-MAX_SOCKETS = 65_536
-"""zmq's own limit is for 340 workers."""
 
 PROBE_AGAIN = 1.0
 """Seconds until a worker that says that it is not well is asked again."""
@@ -39,13 +39,16 @@ PROBE_AGAIN = 1.0
 class EnvServerPool:
     """Serves the env `package.module:factory` on `address` from worker processes; speaks what `EnvServer` speaks.
 
-    `elastic`: one worker at first, and more, up to `max_workers` (None: no limit), as the requests in flight reach 90 %
-    of `multiplex` for each ready worker. Else `max_workers` at once; the pool is up when one of them is ready.
+    `elastic`: `min_workers` at first, and more, up to `max_workers` (None: no limit), as the requests in flight reach
+    90 % of `multiplex` for each ready worker, and fewer again when that is more than they need for long. Else
+    `max_workers` at once; the pool is up when one of them is ready.
     `env_kwargs` are JSON values. `log_setup`, a function of a module, is called in each worker; with `log_path`
     "env.log" worker 2 writes to "env-worker-2.log", without it to a file that goes with the pool.
 
     A worker's death fails the runs it had, with `success=False` and its pid and signal, and nothing else; another takes
-    its place by the rules of `slots`. Nothing is run twice. A run that finds no ready worker fails at once.
+    its place by the rules of `slots`. Nothing is run twice. A run that finds no ready worker fails at once. A task that
+    was there at two deaths runs alone, on one worker more, and is refused after two deaths there (`poison`).
+    `policy` has all figures, and what makes a worker be replaced while it is well: its age or its memory.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class EnvServerPool:
         *,
         max_workers: int | None,
         elastic: bool = True,
+        min_workers: int = 1,
         multiplex: int = 128,
         address: str = "tcp://127.0.0.1:0",
         log_setup: Callable[[], None] | None = None,
@@ -69,6 +73,12 @@ class EnvServerPool:
             raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
         if multiplex < 1:
             raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+        if min_workers < 1 or (max_workers is not None and min_workers > max_workers):
+            most = "" if max_workers is None else f" and at most max_workers ({max_workers})"
+            raise EnvServerError(f"min_workers is at least 1{most}, not {min_workers}")
+        self._policy = policy or PoolPolicy()
+        if self._policy.max_worker_rss is not None and rss_of(os.getpid()) is None:
+            raise EnvServerError("max_worker_rss: this system has no /proc, so install psutil")
         check_address(address, "cannot listen on")
         self.address = address
         """Where it listens; concrete once `start` has returned."""
@@ -81,21 +91,36 @@ class EnvServerPool:
             "drain_timeout": 0.0,  # the pool has waited for its runs before it ends a worker
         }
         self._log_path = None if log_path is None else Path(log_path)
-        self._policy = policy or PoolPolicy()
         self._slots = Slots(
-            self._policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex, luck=iter(random.random, None)
+            self._policy,
+            max_workers=max_workers,
+            elastic=elastic,
+            min_workers=min_workers,
+            multiplex=multiplex,
+            luck=iter(random.random, None),
         )
         self._dispatcher = Dispatcher(
-            on_missed=self._missed, on_load=self._tick, on_health=self._health, on_idle=self._idle
+            on_missed=self._missed,
+            on_load=self._tick,
+            on_health=self._health,
+            on_idle=self._idle,
+            on_withdrawn=lambda run: self._quarantine.withdrawn(run),
+        )
+        self._quarantine = Quarantine(
+            self._policy,
+            self._slots,
+            self._dispatcher,
+            now=lambda: self._now,
+            lone=lambda: (worker for slot, worker in self._workers.items() if slot.lone),
+            retire=lambda worker: self._supervise(lambda: self._slots.retire(worker.slot, self._now)),
+            wake=self._look_soon,
         )
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
         self._causes: dict[int, str] = {}
         """Of each slot, its first failed start since a worker was ready there: what follows is often only its echo."""
         self._last_death = ""
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._listener: zmq.Socket[bytes] | None = None
-        self._frontend: ZSocket | None = None
+        self._frontend = Frontend()
         self._folder: Path | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Handle | None = None
@@ -131,15 +156,16 @@ class EnvServerPool:
         self._loop = asyncio.get_running_loop()
         self._up = self._loop.create_future()
         try:
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
-            self._listener, self.address = listen(self._context, self.address)
+            self.address = self._frontend.open(self.address)
             self._folder = short_folder()
             self._supervise(lambda: self._slots.start(self._now))
             await self._up
-            self._frontend = ZSocket(self._listener, self._dispatcher.on_request, self._flush)
-            self._dispatcher.outbox = Outbox(self._frontend, self._dispatcher.cut_off, self._policy.client_budget)
+            self._dispatcher.outbox = self._frontend.serve(
+                self._dispatcher.on_request, self._dispatcher.cut_off, self._policy.client_budget
+            )
+            if self._policy.max_worker_rss is not None:
+                self._measure()
         except BaseException:
             await self.stop()
             raise
@@ -176,8 +202,10 @@ class EnvServerPool:
         return self._dispatcher.dropped
 
     def states(self) -> dict[str, int]:
-        """How many slots are in which state, and how many requests are in flight."""
+        """How many slots are in which state, how many requests are in flight, and, where there are suspects, how many
+        lone workers and runs that wait for one."""
         counts = {state.value: self._slots.count(state) for state in State}
+        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "suspects": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
 
@@ -217,6 +245,8 @@ class EnvServerPool:
                     self._spawn(slot)
                 case Terminate(slot, hard):
                     self._terminate(slot, hard)
+                case Drain(slot):
+                    self._drain_worker(self._workers[slot])
                 case Bury(slot):
                     self._bury(self._workers[slot])
                 case GiveUp(slot):
@@ -224,11 +254,11 @@ class EnvServerPool:
         self._refresh_ready()
         if self._timer is not None:
             self._timer.cancel()
-        due = self._slots.due_at()
-        self._timer = None if due == float("inf") else self._loop.call_at(due, self._tick)
+        due = min(self._slots.due_at(), self._quarantine.due_at())
+        self._timer = None if due == math.inf else self._loop.call_at(due, self._tick)
 
     def _refresh_ready(self) -> None:
-        offered = [(slot.state, worker) for slot, worker in self._workers.items() if worker.dispatchable]
+        offered = [(slot.state, w) for slot, w in self._workers.items() if w.dispatchable and not slot.lone]
         self._dispatcher.ready = [worker for state, worker in offered if state is State.READY]
         self._dispatcher.suspect = [worker for state, worker in offered if state is State.SUSPECT]
         self._dispatcher.load_limit = self._slots.scale_up_at
@@ -247,18 +277,17 @@ class EnvServerPool:
 
     def _tick(self) -> None:
         self._wake = None
-        before = len(self._slots.map)
-        self._supervise(lambda: self._slots.tick(self._now, self._dispatcher.load))
-        if (more := len(self._slots.map) - before) > 0:
+        before = self._slots.own
+        self._supervise(self._look)
+        if (more := self._slots.own - before) > 0:
             logger.info("%d more worker(s): %d requests in flight", more, self.in_flight)
 
     def _spawn(self, slot: Slot) -> None:
-        assert self._context is not None
         assert self._folder is not None
         try:
             worker = Worker(
                 slot,
-                self._context,
+                self._frontend.context,
                 job=self._job,
                 path=f"{self._folder}/{slot.generation}",
                 log_path=self._log_of(slot),
@@ -274,7 +303,7 @@ class EnvServerPool:
             report = self._slots.spawn_failed
         else:
             self._workers[slot] = worker
-            logger.info("%s is starting", worker)
+            logger.info("%s is starting%s", worker, self._purpose(slot))
             report = self._slots.spawned
         self._refresh(report(slot, self._now))
         self._tell_next(slot)
@@ -328,16 +357,28 @@ class EnvServerPool:
         self._supervise(lambda: self._slots.answered(worker.slot, self._now))
         if self._up is not None and not self._up.done() and self._slots.up:
             self._up.set_result(None)
+        if worker.slot.lone:
+            self._quarantine.look()
 
     def _probe(self, worker: Worker) -> None:
         if not worker.closed:
             worker.probe()
 
     def _idle(self, worker: Worker) -> None:
-        if self._draining and not worker.requests:
+        worker.slot.idle_since = self._now
+        if worker.slot.lone:
+            self._quarantine.idle(worker)
+        if worker.slot.state is State.DRAINING and not worker.requests:
             self._supervise(lambda: self._slots.empty(worker.slot, self._now))
         if self._draining:
             self._notify()
+
+    def _drain_worker(self, worker: Worker) -> None:
+        """It gets no more runs and ends after its last one, for another has taken its place or none is needed."""
+        if not worker.slot.lone:
+            logger.info("%s is ended, with %d requests on it that it may finish", worker, len(worker.requests))
+        if not worker.requests:
+            self._refresh(self._slots.empty(worker.slot, self._now))
 
     def _lost(self, worker: Worker) -> None:
         self._refresh_ready()
@@ -401,9 +442,12 @@ class EnvServerPool:
         ended = f"{worker} of the env server {worker.end}"
         if self._draining:
             ended += ", as the server is shutting down"
+        runs = [request for request in worker.requests.values() if request.target is None]
         self._dispatcher.fail(worker, f"{ended}; this request was running there and is not run again")
         worker.close()
         self._workers.pop(slot, None)
+        if not self._draining:
+            self._quarantine.buried(worker, runs)
         self._supervise(lambda: self._slots.closed(slot, self._now))
         self._tell_next(slot)
 
@@ -413,16 +457,46 @@ class EnvServerPool:
         elif slot.state is State.RETIRED:
             cause = self._causes.pop(slot.number, "unknown")
             logger.error("worker %d is given up, to be tried again later; it began with: %s", slot.number, cause)
+            if slot.lone:
+                self._quarantine.failed(self._last_death)
 
     def _missed(self) -> str:
         """A run has found no worker. Why, for its error."""
-        if self._wake is None:
-            self._wake = self._loop.call_soon(self._tick)
+        self._look_soon()
         if self._dispatcher.ready or self._dispatcher.suspect:
             return "no worker takes a request: too many bytes wait for each of them"
         states = ", ".join(f"{count} {name}" for name, count in self.states().items() if count and name != "in flight")
         last = f"; last: {self._last_death}" if self._last_death else ""
         return f"no worker is ready ({states or 'none is left; the next start is due later'}){last}"
+
+    def _look(self) -> list[Action]:
+        self._quarantine.look()
+        for slot, worker in self._workers.items():
+            if worker.requests:
+                slot.idle_since = math.inf
+        return self._slots.tick(self._now, self._dispatcher.load)
+
+    def _look_soon(self) -> None:
+        if self._wake is None and self._crash is None:
+            self._wake = self._loop.call_soon(self._tick)
+
+    def _purpose(self, slot: Slot) -> str:
+        """What it is started for, where that is not to serve as the others do."""
+        if slot.lone:
+            return ", for one run that is to be alone"
+        if (old := slot.replaces) is None:
+            return ""
+        hours = (self._now - (old.ready_at or self._now)) / 3600
+        return f", to replace {self._workers[old]}, ready for {hours:.1f} h, {old.rss / MIB:.0f} MiB"
+
+    def _measure(self) -> None:
+        """See how much memory the workers take."""
+        if self._draining:
+            return
+        for slot, worker in self._workers.items():
+            slot.rss = rss_of(worker.pid) or 0
+        self._tick()
+        self._loop.call_later(self._policy.load_look, self._measure)
 
     # Ends
 
@@ -450,6 +524,7 @@ class EnvServerPool:
     def _close_doors(self, why: str = "the env server is shutting down and takes no new runs") -> None:
         self._draining = True
         self._dispatcher.refusal = why
+        self._quarantine.close(why)
         self._refresh_ready()
 
     async def _stop(self) -> None:
@@ -475,27 +550,10 @@ class EnvServerPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        await self._close_frontend()
+        await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    async def _close_frontend(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            unlink_address(self.address)
-        if self._frontend is not None and self._dispatcher.outbox is not None:
-            outbox = self._dispatcher.outbox
-            deadline = self._now + self._policy.flush_timeout
-            while not outbox.empty and self._now < deadline:  # noqa: ASYNC110 - it sends by itself and tells nobody
-                await asyncio.sleep(0.01)
-            outbox.close()
-            self._frontend.close(linger=int(self._policy.flush_timeout * 1000))
-        elif listener is not None:
-            listener.close(0)
-        context, self._context = self._context, None  # two may be stopping it
-        if context is not None:
-            await asyncio.to_thread(context.term)
 
     def _notify(self) -> None:
         """Wake who waits in `_until`."""
@@ -507,11 +565,6 @@ class EnvServerPool:
             if changed.is_set():
                 changed = self._changed = asyncio.Event()
             await changed.wait()
-
-    def _flush(self) -> None:
-        outbox = self._dispatcher.outbox
-        if outbox is not None and not outbox.empty:
-            outbox.flush()
 
     # Where things are
 

@@ -21,6 +21,10 @@ the timer of all openings allows it. So nothing that cannot start counts as capa
 
 A suspect worker keeps its place and what it runs, and gets new runs only where no other can take them. Silence is no
 proof (`hung` looks for one), so it is not replaced; but an elastic pool of which no worker answers starts another.
+
+Two kinds of slots are beside `max_workers`. A lone one gets a single run and is never ready for others; it is opened as
+`lone_wanted` asks for it. And while a worker is recycled there are two for one place: its replacement until that is
+ready, which only then drains the old one, and after that the old one until its last run has ended.
 """
 
 import enum
@@ -154,6 +158,18 @@ class Slot:
         self.hung = ""
         """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
         broker's doing, and says nothing about the requests it had."""
+        self.lone = False
+        """Its worker gets one run, of a task that is to run alone."""
+        self.beside = False
+        """It takes no place of `max_workers`."""
+        self.replaces: Slot | None = None
+        """The slot that is drained once this one's worker is ready."""
+        self.put_down = False
+        """Its worker was ended because we wanted it to: whatever ran there has not killed it."""
+        self.idle_since = math.inf
+        """Since when its ready worker has had nothing to do; the shell says it."""
+        self.rss = 0
+        """Bytes of resident memory of its worker; the shell says it."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -175,6 +191,13 @@ class Terminate:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The worker is to get no more runs: say `empty` when it has none, now or later."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
 class Bury:
     """The worker has exited: deliver what it had queued, fail the rest, release all of it, then say `closed`."""
 
@@ -188,14 +211,32 @@ class GiveUp:
     slot: Slot
 
 
-Action = Spawn | Terminate | Bury | GiveUp
+Action = Spawn | Terminate | Drain | Bury | GiveUp
+
+
+class Timer:
+    """When what has failed may be tried again: later each time, until it goes well."""
+
+    def __init__(self, policy: PoolPolicy) -> None:
+        self.failures = 0
+        self.at = -math.inf
+        self._policy = policy
+
+    def failed(self, now: float) -> None:
+        if now >= self.at:  # else one that was tried together with it has failed already
+            self.failures += 1
+            self.at = now + self._policy.open_delay(self.failures)
+
+    def reset(self) -> None:
+        self.failures = 0
+        self.at = -math.inf
 
 
 class Slots:
     """The map of a pool's slots.
 
-    `max_workers` None: no cap (elastic only). `multiplex`: requests a worker is meant for. `luck` gives numbers between
-    0 and 1 for the jitter.
+    `max_workers` None: no cap (elastic only). `min_workers`: what an elastic pool starts with and never goes below.
+    `multiplex`: requests a worker is meant for. `luck` gives numbers between 0 and 1 for the jitter.
     """
 
     def __init__(
@@ -205,6 +246,7 @@ class Slots:
         max_workers: int | None,
         elastic: bool,
         multiplex: int,
+        min_workers: int = 1,
         luck: Iterable[float] = itertools.repeat(0.5),
     ) -> None:
         if not elastic and max_workers is None:
@@ -213,23 +255,30 @@ class Slots:
         self.max_workers = max_workers
         self.multiplex = multiplex
         self.elastic = elastic
-        self.target = 1 if elastic or max_workers is None else max_workers
+        self.floor = min_workers if elastic or max_workers is None else max_workers
+        self.target = self.floor
         """Places the pool has had ready, or starts with: what is missing to it is opened again without demand."""
+        self.lone_wanted = 0
+        """Lone workers there are to be, the busy ones included."""
         self.map: dict[int, Slot] = {}
         self.up = False
         """A worker has been ready: the start has succeeded."""
         self._closing = False
         self._luck = iter(luck)
         self._generations = itertools.count(1)
-        self._open_failures = 0
-        self._open_at = -math.inf
+        self._opening = Timer(policy)
+        self._recycling = Timer(policy)
+        self._lone = Timer(policy)
+        self._low_since = math.inf
+        self._look_at = -math.inf
         self._tokens: float = self._bucket
         self._now = -math.inf
 
     # What there is
 
     def count(self, *states: State) -> int:
-        return sum(slot.state in states for slot in self.map.values())
+        """Of the slots that all runs can go to, or could."""
+        return sum(slot.state in states and not slot.lone for slot in self.map.values())
 
     @property
     def ready(self) -> int:
@@ -245,9 +294,14 @@ class Slots:
         return self.ready * self.multiplex
 
     @property
+    def own(self) -> int:
+        """Slots that are not beside `max_workers`."""
+        return sum(not slot.beside for slot in self.map.values())
+
+    @property
     def scale_up_at(self) -> float:
         """Requests in flight at which `tick` would start another worker, or infinity."""
-        if self._closing or not self.elastic or self._room <= 0 or self._open_at > self._now:
+        if self._closing or not self.elastic or self._room <= 0 or self._opening.at > self._now:
             return math.inf
         return self._share * self._coming  # never less than the share of what is ready
 
@@ -258,9 +312,18 @@ class Slots:
         if waiting:
             token_at = self._now + max(0.0, 1 - self._tokens) * self.policy.spawn_period / self._bucket
             times.append(max(token_at, min(waiting)))
-        if self._open_at > self._now:
-            times.append(self._open_at)
+        times += [timer.at for timer in (self._opening, self._lone, self._recycling) if timer.at > self._now]
+        if self._can_shrink:
+            times.append(self._look_at)
+        if self.policy.max_worker_age is not None and self._can_recycle:
+            oldest = min((slot.ready_at or 0.0 for slot in self._serving), default=math.inf)
+            times.append(max(oldest + self.policy.max_worker_age, self._recycling.at))
         return min(times, default=math.inf)
+
+    @property
+    def lone_failures(self) -> int:
+        """Lone workers that did not start, one after the other."""
+        return self._lone.failures
 
     # What happens
 
@@ -270,8 +333,11 @@ class Slots:
             self._open(now, self.policy.start_tries)
         return self.tick(now)
 
-    def tick(self, now: float, in_flight: int = 0) -> list[Action]:
-        """Whatever is due: call it at `due_at`, when `in_flight` reaches `scale_up_at`, and when workers are missed."""
+    def tick(self, now: float, in_flight: int | None = None) -> list[Action]:
+        """Whatever is due: call it at `due_at`, when `in_flight` reaches `scale_up_at`, and when workers are missed.
+
+        `in_flight`: requests on the ready workers. None: what they have to do is not known, so it decides nothing.
+        """
         self._refill(now)
         actions: list[Action] = []
         for slot in self.map.values():
@@ -286,7 +352,11 @@ class Slots:
                 case State.KILLING:
                     slot.due = math.inf
                     actions.append(Terminate(slot, hard=True))
-        self._open_missing(now, in_flight)
+        self._open_missing(now, in_flight or 0)
+        self._open_lone(now)
+        self._open_replacement(now)
+        if in_flight is not None:
+            actions += self._shrink(now, in_flight)
         for slot in sorted(self.map.values(), key=lambda slot: slot.due):
             if slot.state is State.BACKOFF and slot.due <= now and self._tokens >= ONE:
                 self._tokens -= 1
@@ -294,6 +364,8 @@ class Slots:
                 slot.generation = next(self._generations)
                 slot.spawned_at = now
                 slot.ready_at = None
+                slot.put_down = False
+                slot.rss = 0
                 actions.append(Spawn(slot))
         return actions
 
@@ -318,14 +390,18 @@ class Slots:
         self._move(slot, Event.ANSWERED, now)
         if was is State.STARTING:
             self.up = True
-            slot.ready_at = now
+            slot.ready_at = slot.idle_since = now
+            slot.due = math.inf
             slot.failures = 0
             slot.tries = self.policy.start_tries
+            if slot.lone:
+                self._lone.reset()
             if slot.trial:
                 slot.trial = False
-                self._open_failures = 0
-                self._open_at = -math.inf
+                self._opening.reset()
+            actions = self._take_over(slot, now)
             self.target = max(self.target, self.ready)
+            return actions
         return []
 
     def silent(self, slot: Slot, now: float) -> list[Action]:
@@ -352,6 +428,11 @@ class Slots:
         """The worker has ended; `returncode` is negative for a signal."""
         self._move(slot, Event.EXITED, now)
         slot.due = math.inf
+        slot.planned |= slot.lone and slot.ready_at is not None
+        for other in self.map.values():
+            if other.replaces is slot:  # too late to drain it, but its place is taken
+                self._promote(other)
+                slot.planned = True
         if self.up or self._closing:
             return [Bury(slot)]
         if returncode < 0 and not slot.overdue and slot.failures + 1 < self.policy.first_start_signals:
@@ -382,11 +463,20 @@ class Slots:
             if slot.state is State.STARTING:
                 actions += self._kill(slot, Event.DRAIN, now)
             elif slot.state is not State.SPAWNING:
-                was = slot.state
                 self._move(slot, Event.DRAIN, now)
-                if was in (State.READY, State.SUSPECT):
-                    slot.due = now + patience
+                if slot.state is State.DRAINING:
+                    slot.due = min(slot.due, now + patience)
         return actions
+
+    def retire(self, slot: Slot, now: float) -> list[Action]:
+        """The worker gets no more runs, ends when it has none, however long that takes, and is not replaced."""
+        slot.planned = True
+        was = slot.state
+        self._move(slot, Event.DRAIN, now)
+        if was not in (State.READY, State.SUSPECT):
+            return []
+        slot.due = math.inf
+        return [Drain(slot)]
 
     def empty(self, slot: Slot, now: float) -> list[Action]:
         """A draining worker has answered its last request."""
@@ -408,11 +498,26 @@ class Slots:
     @property
     def _coming(self) -> int:
         """Slots that have a worker to count on, or will have one."""
-        return sum(not slot.planned for slot in self.map.values())
+        return sum(not (slot.planned or slot.beside) for slot in self.map.values())
 
     @property
     def _room(self) -> float:
-        return math.inf if self.max_workers is None else self.max_workers - len(self.map)
+        return math.inf if self.max_workers is None else self.max_workers - self.own
+
+    @property
+    def _serving(self) -> list[Slot]:
+        """Who may get any run."""
+        return [slot for slot in self.map.values() if slot.state is State.READY and not slot.lone]
+
+    @property
+    def _can_shrink(self) -> bool:
+        return self.elastic and self.up and not self._closing and self.ready > self.floor
+
+    @property
+    def _can_recycle(self) -> bool:
+        """No worker is being replaced: neither is a replacement starting, nor does an old one still run."""
+        recycling = any(slot.replaces or (slot.beside and not slot.lone) for slot in self.map.values())
+        return self.up and not self._closing and not recycling
 
     @property
     def _bucket(self) -> int:
@@ -431,6 +536,7 @@ class Slots:
 
     def _kill(self, slot: Slot, event: Event, now: float, hard: bool = False) -> list[Action]:
         self._move(slot, event, now)
+        slot.put_down = event is not Event.LOST  # that was its own doing
         slot.due = math.inf if hard else now + self.policy.kill_grace
         return [Terminate(slot, hard)]
 
@@ -440,9 +546,7 @@ class Slots:
             self._move(slot, Event.DONE, now)
         elif slot.failures >= slot.tries:
             self._move(slot, Event.SPENT, now)
-            if now >= self._open_at:  # else one that was opened together with it has failed already
-                self._open_failures += 1
-                self._open_at = now + self.policy.open_delay(self._open_failures)
+            (self._lone if slot.lone else self._recycling if slot.replaces else self._opening).failed(now)
         else:
             self._retry(slot, now, self.policy.start_delay(slot.failures, next(self._luck)))
 
@@ -451,7 +555,7 @@ class Slots:
         slot.due = max(now + delay, slot.spawned_at + self.policy.reap_interval)
 
     def _open_missing(self, now: float, in_flight: int) -> None:
-        if self._closing or not self.up or now < self._open_at:
+        if self._closing or not self.up or now < self._opening.at:
             return
         wanted = self.target
         if self.elastic:
@@ -459,12 +563,75 @@ class Slots:
             if self._coming == self.count(State.SUSPECT):
                 wanted = max(wanted, self._coming + 1)
         for _ in range(int(min(wanted - self._coming, self._room))):
-            self._open(now, 1)
+            self._open(now, 1).trial = True
 
-    def _open(self, now: float, tries: int) -> None:
+    def _open_lone(self, now: float) -> None:
+        if self._closing or not self.up or now < self._lone.at:
+            return
+        there = sum(slot.lone and not slot.planned for slot in self.map.values())
+        for _ in range(self.lone_wanted - there):
+            slot = self._open(now, 1)
+            slot.lone = slot.beside = True
+
+    def _open_replacement(self, now: float) -> None:
+        """Of the worker that is longest due, one at a time; until it is ready the old one serves as ever."""
+        if now < self._recycling.at or not self._can_recycle:
+            return
+        for old in sorted(self._serving, key=lambda slot: slot.ready_at or 0.0):
+            if self._worn_out(old, now):
+                new = self._open(now, 1)
+                new.beside = True
+                new.replaces = old
+                return
+
+    def _worn_out(self, slot: Slot, now: float) -> bool:
+        ready_at, policy = slot.ready_at or 0.0, self.policy
+        if policy.max_worker_age is not None and now >= ready_at + policy.max_worker_age:
+            return True
+        # A limit below what every worker needs must not make each be replaced as soon as it is there.
+        steady = now >= ready_at + policy.steady_after
+        return policy.max_worker_rss is not None and slot.rss > policy.max_worker_rss and steady
+
+    def _take_over(self, new: Slot, now: float) -> list[Action]:
+        """A replacement is ready: the old worker ends what it has, beside it."""
+        old = new.replaces
+        if old is None:
+            return []
+        self._recycling.reset()
+        self._promote(new)
+        old.beside = True
+        return self.retire(old, now)
+
+    def _promote(self, new: Slot) -> None:
+        new.replaces = None
+        new.beside = False
+        new.tries = self.policy.start_tries
+
+    def _shrink(self, now: float, in_flight: int) -> list[Action]:
+        """End the newest idle worker of a pool that has had too many for a while."""
+        if not self._can_shrink:
+            self._low_since = math.inf
+            return []
+        policy = self.policy
+        self._look_at = now + policy.load_look
+        changing = self.starting or any(slot.replaces for slot in self.map.values())
+        if changing or in_flight >= policy.scale_down_share * self.capacity:
+            self._low_since = math.inf
+            return []
+        self._low_since = min(self._low_since, now)
+        idle = [slot for slot in self._serving if now - slot.idle_since >= policy.scale_down_idle]
+        # Those that stay must not be so busy that another is started at once.
+        enough = in_flight < self._share * (self.ready - 1)
+        if now - self._low_since < policy.scale_down_after or not idle or not enough:
+            return []
+        self._low_since = now
+        self.target = max(self.floor, self.ready - 1)
+        return self.retire(max(idle, key=lambda slot: slot.generation), now)
+
+    def _open(self, now: float, tries: int) -> Slot:
         number = next(number for number in itertools.count() if number not in self.map)
         slot = self.map[number] = Slot(number, tries, now)
-        slot.trial = tries == 1
+        return slot
 
     def _refill(self, now: float) -> None:
         elapsed = now - self._now

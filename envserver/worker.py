@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 
 from envserver.child import Child
+from envserver.fingerprint import fingerprint
 from envserver.limits import PoolPolicy
 from envserver.outbox import Outbox, Sender
 from envserver.slots import Slot
@@ -22,26 +23,53 @@ PROBE_ID = b"probe"
 LANE = b""
 """A worker's outbox has one client: the worker."""
 
+KEPT = 16 << 10
+"""Bytes of a run's payload that are kept until its end, for its task is asked for only when its worker dies."""
+
 RECONNECT = 10, 250
 """Milliseconds between two tries to connect to a worker that has not bound its path yet: at first, at most."""
 
 
 class Request:
-    """A run, or the cancel of one, that a worker has and has not answered."""
+    """A run, or the cancel of one, that has not been answered."""
 
-    __slots__ = ("client", "id", "target", "wire_id", "worker")
+    __slots__ = ("_payload", "_task", "client", "id", "target", "wire_id", "worker")
 
     def __init__(
-        self, client: bytes | None, request_id: bytes, worker: "Worker", wire_id: bytes, target: "Request | None" = None
+        self, client: bytes | None, request_id: bytes, payload: Part = b"", target: "Request | None" = None
     ) -> None:
         self.client = client
         """Who asked. None: nobody waits for the answer any more."""
         self.id = request_id
-        self.worker = worker
-        self.wire_id = wire_id
-        """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
         self.target = target
         """Of a cancel: the run."""
+        self.worker: Worker | None = None
+        """Who has it. None: it waits for its turn on a lone worker."""
+        self.wire_id = b""
+        """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
+        self._payload: Part | None = payload
+        self._task: bytes | None = None
+
+    @property
+    def payload(self) -> Part:
+        """Until it is sent."""
+        assert self._payload is not None
+        return self._payload
+
+    @property
+    def task(self) -> bytes:
+        """The fingerprint of what it is about."""
+        if self._task is None:
+            self._task = fingerprint(self.payload)
+        return self._task
+
+    def sent_to(self, worker: "Worker", wire_id: bytes) -> None:
+        """The payload is kept for as long as that is cheaper than to look at what may never be asked for."""
+        self.worker = worker
+        self.wire_id = wire_id
+        if self._task is not None or len(self.payload) > KEPT:
+            self._task = self.task
+            self._payload = None
 
 
 class Worker:

@@ -1,5 +1,6 @@
 """Envs for the table of thirty: runs that do what `envs.Scripted` does not, and workers that are hard to start."""
 
+import asyncio
 import gc
 import os
 import re
@@ -57,6 +58,9 @@ class Hard(Scripted):
         match request.get("do"):
             case "abort":
                 os.abort()
+            case "wait for":
+                while not os.path.exists(request["path"]):
+                    await asyncio.sleep(0.01)
             case "hold the GIL":
                 hold_the_gil()
             case "spin":

@@ -31,6 +31,7 @@ QUICK = PoolPolicy(
     reap_interval=0.0,
     free_restarts=10**6,
     spawn_floor=10**6,
+    suspect_after=10**6,
     kill_grace=5.0,
 )
 """The same rules with shorter times, for tests that kill many workers."""
