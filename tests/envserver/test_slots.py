@@ -561,6 +561,7 @@ def test_a_hung_worker_gets_sigkill_and_its_slot_says_why_until_it_is_buried() -
     assert driver.slots.hung(slot, driver.now, "again") == [], "it is being killed"
     driver.do(driver.slots.exited(slot, driver.now, KILLED))
     assert slot.hung == "as it was stopped"
+    assert slot.put_down, "by us: what it ran has not killed it"
     driver.do(driver.slots.closed(slot, driver.now))
     assert slot.hung == ""
     driver.run_until(driver.now + 1)
