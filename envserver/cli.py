@@ -18,7 +18,7 @@ from rich.text import Text
 
 from envserver.client import EnvClient
 from envserver.errors import EnvServerError
-from envserver.limits import PoolPolicy
+from envserver.limits import MIB, PoolPolicy
 from envserver.serve import make_server, serve_until_told
 from envserver.server import EnvServer
 
@@ -46,8 +46,22 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Worker processes. 1: this process serves by itself.")
     ] = 1,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Start with one worker, and more up to --workers as load grows.")
+        bool,
+        typer.Option(
+            "--elastic", help="Start with --min-workers, and have more, up to --workers, while load asks for them."
+        ),
     ] = False,
+    min_workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --elastic: start with so many, and keep them.")
+    ] = 1,
+    max_worker_rss: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MIB", help="Replace a worker that has more memory.", show_default="never"),
+    ] = None,
+    max_worker_age: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="Replace a worker that is older.", show_default="never"),
+    ] = None,
     multiplex: Annotated[
         int, typer.Option(min=1, metavar="N", help="Runs that one worker takes before another is started.")
     ] = 128,
@@ -64,6 +78,12 @@ def serve(
         ),
     ] = None,
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Numbers for Prometheus at /metrics, on 127.0.0.1. 0: any free port."
+        ),
+    ] = None,
 ) -> None:
     """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
 
@@ -89,12 +109,15 @@ def serve(
             multiplex=multiplex,
             address=_full(address),
             kill_blocked_after=kill_blocked_after,
+            min_workers=min_workers,
+            max_worker_rss=None if max_worker_rss is None else max_worker_rss * MIB,
+            max_worker_age=max_worker_age,
         )
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with _told_in_short(f"{env} could not be served"):
-        serve_until_told(server, alongside=lambda: _show_states(server, console))
+        serve_until_told(server, alongside=lambda: _show_states(server, console), metrics_port=metrics_port)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 
+from envserver.metrics import CLIENT_GONE, ENV, NO_WORKER, SHUTTING_DOWN, WORKER_DIED, Metrics
 from envserver.outbox import Outbox
 from envserver.wire import (
     CANCEL,
@@ -22,6 +23,7 @@ from envserver.wire import (
     parse_answer,
     parse_request,
     success,
+    tells_failure,
 )
 from envserver.worker import PROBE_ID, Request, Worker
 
@@ -64,6 +66,8 @@ class Dispatcher:
         """Told the reply of each run. None: nobody is to be told."""
         self.dropped = 0
         """Messages that were none, or nobody's."""
+        self.metrics = Metrics()
+        """What became of the runs is counted here; of the workers, by the slots."""
         self._on_missed = on_missed
         self._on_load = on_load
         self._on_health = on_health
@@ -93,7 +97,9 @@ class Dispatcher:
             self._reply(client, request_id, failure(f"unknown method {method!r}: it is health, run or cancel"))
 
     def _run(self, client: bytes, request_id: bytes, payload: Part) -> None:
+        self.metrics.requests += 1
         if self.refusal is not None:
+            self.metrics.failed[SHUTTING_DOWN] += 1
             self._reply(client, request_id, failure(self.refusal))
             return
         entry = Request(client, request_id, payload)
@@ -104,6 +110,7 @@ class Dispatcher:
         """A run goes to whoever has the least to do; it fails if there is nobody."""
         worker = self._choose()
         if worker is None:
+            self.metrics.failed[NO_WORKER] += 1
             self.answer(entry, failure(self._on_missed()))
             return
         self.send(entry, worker)
@@ -137,6 +144,7 @@ class Dispatcher:
         if target is not None and target.worker is None:
             self._on_withdrawn(target)
             self._reply(client, request_id, CANCELLED)
+            self.metrics.cancelled += 1
             self.answer(target, failure("cancelled"))
             return
         # A worker that is going answers nothing any more; its runs are about to be answered by us.
@@ -145,6 +153,7 @@ class Dispatcher:
             return
         entry = Request(client, request_id, target=target)
         self._enter(entry, target.worker)
+        target.cancelled = True
         # On the way that the run took, after it.
         target.worker.send([entry.wire_id, CANCEL, cancel_payload(target.wire_id)])
 
@@ -197,6 +206,8 @@ class Dispatcher:
             return
         del worker.requests[wire_id]
         if client is not None:
+            if entry.target is None and tells_failure(data):
+                self._count_failure(entry, ENV)
             self._forget(client, entry.id)
             self._reply(client, entry.id, data)
         if self.on_answered is not None and entry.target is None:
@@ -211,6 +222,8 @@ class Dispatcher:
         failed = failure(text)
         for entry in [*worker.requests.values()]:
             if entry.client is not None:
+                if entry.target is None:
+                    self._count_failure(entry, WORKER_DIED if self.refusal is None else SHUTTING_DOWN)
                 self._forget(entry.client, entry.id)
                 self._reply(entry.client, entry.id, failed if entry.target is None else NOT_CANCELLED)
         worker.requests.clear()
@@ -228,12 +241,20 @@ class Dispatcher:
         for entry in self._clients.pop(client, {}).values():
             entry.client = None
             worker = entry.worker
+            if entry.target is None:
+                self._count_failure(entry, CLIENT_GONE)
             if worker is None:
                 self._on_withdrawn(entry)
             elif entry.target is None and worker.reachable:
                 cancel = Request(None, b"", target=entry)
                 self._enter(cancel, worker)
                 worker.send([cancel.wire_id, CANCEL, cancel_payload(entry.wire_id)])
+
+    def _count_failure(self, run: Request, reason: str) -> None:
+        if run.cancelled:
+            self.metrics.cancelled += 1
+        else:
+            self.metrics.failed[reason] += 1
 
     def _forget(self, client: bytes, request_id: bytes) -> None:
         mine = self._clients[client]

@@ -57,7 +57,8 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
         # Half of the time until this process is killed is the runs', half of the rest the workers': a broker that is
         # killed leaves its folder behind.
         stop_timeout = job.pop("stop_timeout")
+        metrics_port = job.pop("metrics_port")
         made = make_server(**job, log_setup=log_setup, kill_grace=stop_timeout / 4)
-        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2)
+        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2, metrics_port=metrics_port)
     else:
         raise EnvServerError(f"no job has the role {role!r}")

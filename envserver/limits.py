@@ -88,6 +88,8 @@ class PoolPolicy:
     """How long workers that were sent SIGKILL may take to end until the pool stops without them."""
     flush_timeout: float = 1.0
     """How long the last answers of a pool that stops may take to leave."""
+    numbers_period: float | None = 30.0
+    """Between two log lines with the pool's numbers (INFO). None: no lines."""
 
     def __post_init__(self) -> None:
         limit = self.kill_blocked_after

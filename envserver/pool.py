@@ -21,6 +21,7 @@ from envserver.frontend import Frontend
 from envserver.jobs import pack_callable
 from envserver.limits import MIB, PoolPolicy
 from envserver.memory import rss_of
+from envserver.metrics import Sample, in_a_line, samples_of
 from envserver.quarantine import Quarantine
 from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
 from envserver.startup import startup_error
@@ -77,6 +78,9 @@ class EnvServerPool:
             most = "" if max_workers is None else f" and at most max_workers ({max_workers})"
             raise EnvServerError(f"min_workers is at least 1{most}, not {min_workers}")
         self._policy = policy or PoolPolicy()
+        for name in ("max_worker_rss", "max_worker_age"):
+            if (limit := getattr(self._policy, name)) is not None and limit <= 0:
+                raise EnvServerError(f"{name} is more than 0, or None for no limit; not {limit}")
         if self._policy.max_worker_rss is not None and rss_of(os.getpid()) is None:
             raise EnvServerError("max_worker_rss: this system has no /proc, so install psutil")
         check_address(address, "cannot listen on")
@@ -115,6 +119,7 @@ class EnvServerPool:
             retire=lambda worker: self._supervise(lambda: self._slots.retire(worker.slot, self._now)),
             wake=self._look_soon,
         )
+        self._slots.on_move = self._dispatcher.metrics.moved
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
         self._causes: dict[int, str] = {}
@@ -131,6 +136,7 @@ class EnvServerPool:
             on_hung=lambda worker, why: self._supervise(lambda: self._slots.hung(worker.slot, self._now, why)),
             on_failure=self._crashed,
         )
+        self._numbers_timer: asyncio.TimerHandle | None = None
         self._burials: dict[Worker, asyncio.TimerHandle] = {}
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
@@ -166,6 +172,7 @@ class EnvServerPool:
             )
             if self._policy.max_worker_rss is not None:
                 self._measure()
+            self._set_numbers_timer()
         except BaseException:
             await self.stop()
             raise
@@ -205,9 +212,22 @@ class EnvServerPool:
         """How many slots are in which state, how many requests are in flight, and, where there are suspects, how many
         lone workers and runs that wait for one."""
         counts = {state.value: self._slots.count(state) for state in State}
-        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "suspects": self._quarantine.waiting}
+        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "waiting": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
+
+    def samples(self) -> list[Sample]:
+        """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
+        loads = {worker.number: len(worker.requests) for worker in [*self._workers.values()]}
+        return samples_of(self._dispatcher.metrics, self._slots, loads, self.dropped, self._quarantine.waiting)
+
+    def _set_numbers_timer(self) -> None:
+        if self._policy.numbers_period is not None:
+            self._numbers_timer = self._loop.call_later(self._policy.numbers_period, self._tell_numbers)
+
+    def _tell_numbers(self) -> None:
+        logger.info("numbers: %s", in_a_line(self.samples()))
+        self._set_numbers_timer()
 
     # Carrying out what the slots decide
 
@@ -258,7 +278,9 @@ class EnvServerPool:
         self._timer = None if due == math.inf else self._loop.call_at(due, self._tick)
 
     def _refresh_ready(self) -> None:
-        offered = [(slot.state, w) for slot, w in self._workers.items() if w.dispatchable and not slot.lone]
+        offered = [
+            (slot.state, worker) for slot, worker in self._workers.items() if worker.dispatchable and not slot.lone
+        ]
         self._dispatcher.ready = [worker for state, worker in offered if state is State.READY]
         self._dispatcher.suspect = [worker for state, worker in offered if state is State.SUSPECT]
         self._dispatcher.load_limit = self._slots.scale_up_at
@@ -550,6 +572,8 @@ class EnvServerPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._numbers_timer is not None:
+            self._numbers_timer.cancel()
         await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

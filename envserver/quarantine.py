@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from envserver.dispatch import Dispatcher
 from envserver.fingerprint import succeeded
 from envserver.limits import PoolPolicy
+from envserver.metrics import NO_WORKER, REFUSED, SHUTTING_DOWN
 from envserver.poison import Death, Records, Suspects, Verdict
 from envserver.slots import Slots, State
 from envserver.wire import Part, failure
@@ -84,12 +85,12 @@ class Quarantine:
         """A lone worker could not be started, perhaps once more."""
         if self._slots.lone_failures >= self._policy.start_tries:
             text = f"this task is to run alone, and no worker can be started for it: {why}"
-            self._answer_all(text)
+            self._answer_all(text, NO_WORKER)
         self.look()
 
     def close(self, why: str) -> None:
         """No run is taken any more, and none that waits is sent."""
-        self._answer_all(why)
+        self._answer_all(why, SHUTTING_DOWN)
         self.look()
 
     def withdrawn(self, run: Request) -> None:
@@ -105,7 +106,7 @@ class Quarantine:
             if run.client is None:  # it left while others were answered
                 continue
             if verdict is Verdict.REFUSED:
-                self._dispatcher.answer(run, failure(self._records.refusal(task)))
+                self._refuse(run, self._records.refusal(task))
             else:
                 self._dispatcher.dispatch(run)
         for worker in [*self._lone()]:
@@ -132,11 +133,12 @@ class Quarantine:
             case Verdict.FREE:
                 return False
             case Verdict.REFUSED:
-                self._dispatcher.answer(run, failure(self._records.refusal(run.task)))
+                self._refuse(run, self._records.refusal(run.task))
             case Verdict.ALONE:
                 size = len(run.payload)
                 if self._suspects.full or self._bytes + size > self._policy.worker_budget:
                     text = f"this task is to run alone, and {self.waiting} runs wait for that already: try later"
+                    self._dispatcher.metrics.failed[NO_WORKER] += 1
                     self._dispatcher.answer(run, failure(text))
                 else:
                     self._suspects.wait(run.task, run)
@@ -149,9 +151,14 @@ class Quarantine:
         if run.task in self._records and succeeded(reply) and self._records.succeeded(run.task):
             self.look()
 
-    def _answer_all(self, text: str) -> None:
+    def _refuse(self, run: Request, text: str) -> None:
+        self._dispatcher.metrics.failed[REFUSED] += 1
+        self._dispatcher.answer(run, failure(text))
+
+    def _answer_all(self, text: str, reason: str) -> None:
         data = failure(text)
         runs = self._suspects.clear()
         self._bytes = 0
         for run in runs:
+            self._dispatcher.metrics.failed[reason] += run.client is not None
             self._dispatcher.answer(run, data)

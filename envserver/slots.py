@@ -19,18 +19,18 @@ and reports back: a `Spawn` by `spawned` or `spawn_failed`, a `Bury` by `closed`
 A slot that has spent its tries is not kept: what is missing is then a place, which a fresh slot may open once
 the timer of all openings allows it. So nothing that cannot start counts as capacity or blocks growth.
 
-A suspect worker keeps its place and what it runs, and gets new runs only where no other can take them. Silence is no
-proof (`hung` looks for one), so it is not replaced; but an elastic pool of which no worker answers starts another.
-
 Two kinds of slots are beside `max_workers`. A lone one gets a single run and is never ready for others; it is opened as
 `lone_wanted` asks for it. And while a worker is recycled there are two for one place: its replacement until that is
 ready, which only then drains the old one, and after that the old one until its last run has ended.
+
+A suspect worker keeps its place and what it runs, and gets new runs only where no other can take them. Silence is no
+proof (`hung` looks for one), so it is not replaced; but an elastic pool of which no worker answers starts another.
 """
 
 import enum
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from envserver.limits import PoolPolicy
@@ -155,9 +155,6 @@ class Slot:
         self.spawned_at = -math.inf
         self.overdue = False
         """Its worker did not start in time."""
-        self.hung = ""
-        """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
-        broker's doing, and says nothing about the requests it had."""
         self.lone = False
         """Its worker gets one run, of a task that is to run alone."""
         self.beside = False
@@ -170,6 +167,11 @@ class Slot:
         """Since when its ready worker has had nothing to do; the shell says it."""
         self.rss = 0
         """Bytes of resident memory of its worker; the shell says it."""
+        self.hung = ""
+        """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
+        broker's doing, and says nothing about the requests it had."""
+        self.returncode = 0
+        """Of its last worker that ended; negative for a signal."""
 
     def __repr__(self) -> str:
         return f"<Slot {self.number} {self.state.value} generation={self.generation} failures={self.failures}>"
@@ -263,6 +265,8 @@ class Slots:
         self.map: dict[int, Slot] = {}
         self.up = False
         """A worker has been ready: the start has succeeded."""
+        self.on_move: Callable[[Slot, State, Event], None] = lambda slot, was, event: None
+        """Told of each change of state once it has happened: the slot, its state before, and why."""
         self._closing = False
         self._luck = iter(luck)
         self._generations = itertools.count(1)
@@ -426,6 +430,7 @@ class Slots:
 
     def exited(self, slot: Slot, now: float, returncode: int) -> list[Action]:
         """The worker has ended; `returncode` is negative for a signal."""
+        slot.returncode = returncode
         self._move(slot, Event.EXITED, now)
         slot.due = math.inf
         slot.planned |= slot.lone and slot.ready_at is not None
@@ -473,7 +478,7 @@ class Slots:
         slot.planned = True
         was = slot.state
         self._move(slot, Event.DRAIN, now)
-        if was not in (State.READY, State.SUSPECT):
+        if slot.state is not State.DRAINING or was is State.DRAINING:
             return []
         slot.due = math.inf
         return [Drain(slot)]
@@ -525,14 +530,17 @@ class Slots:
         return max(self.policy.spawn_floor, 2 * (self.target if self.max_workers is None else self.max_workers))
 
     def _move(self, slot: Slot, event: Event, now: float) -> None:
-        new = TRANSITIONS[slot.state].get(event)
+        was = slot.state
+        new = TRANSITIONS[was].get(event)
         if new is None:
             raise RuntimeError(f"{slot!r} cannot be {event.value}")
-        if new is not slot.state:
+        if new is not was:
             slot.state = new
             slot.since = now
         if new in ENDS:
             del self.map[slot.number]
+        if new is not was:
+            self.on_move(slot, was, event)
 
     def _kill(self, slot: Slot, event: Event, now: float, hard: bool = False) -> list[Action]:
         self._move(slot, event, now)

@@ -33,7 +33,7 @@ RECONNECT = 10, 250
 class Request:
     """A run, or the cancel of one, that has not been answered."""
 
-    __slots__ = ("_payload", "_task", "client", "id", "target", "wire_id", "worker")
+    __slots__ = ("_payload", "_task", "cancelled", "client", "id", "target", "wire_id", "worker")
 
     def __init__(
         self, client: bytes | None, request_id: bytes, payload: Part = b"", target: "Request | None" = None
@@ -45,6 +45,8 @@ class Request:
         """Of a cancel: the run."""
         self.worker: Worker | None = None
         """Who has it. None: it waits for its turn on a lone worker."""
+        self.cancelled = False
+        """Of a run: its client has cancelled it."""
         self.wire_id = b""
         """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
         self._payload: Part | None = payload

@@ -415,6 +415,7 @@ class Routes:
             attempt.status,
             f": {attempt.error}" if attempt.error else "",
         )
+        self._server.calls.attempt_ended(call.turn, failed)
         session.attempt_ended(call.turn)
 
 

@@ -1,6 +1,5 @@
 """Envs for the table of thirty: runs that do what `envs.Scripted` does not, and workers that are hard to start."""
 
-import asyncio
 import gc
 import os
 import re
@@ -17,6 +16,10 @@ from typing import Any
 from envserver.env import Emit
 from envserver.server import EnvServer
 from tests.envserver.envs import Scripted, gated
+from tests.helpers import until
+
+GROWN: list[bytes] = []
+"""What runs have left behind."""
 
 LOCK = threading.Lock()
 """Held by a thread of the launcher, in a test of what its workers inherit."""
@@ -58,9 +61,10 @@ class Hard(Scripted):
         match request.get("do"):
             case "abort":
                 os.abort()
+            case "grow":
+                GROWN.append(os.urandom(request["size"]))
             case "wait for":
-                while not os.path.exists(request["path"]):
-                    await asyncio.sleep(0.01)
+                await until(Path(request["path"]).exists)
             case "hold the GIL":
                 hold_the_gil()
             case "spin":

@@ -93,12 +93,10 @@ def test_a_crowd_of_new_ones_does_not_push_out_the_one_that_was_known() -> None:
 
 def test_the_text_of_a_refusal_lists_the_deaths() -> None:
     text = after(BESIDE, BESIDE, LONE, LONE).refusal(b"task")
+    pids = [f"pid {pid} was killed by SIGABRT at 2001-09-09 01:46:4{pid} UTC" for pid in range(4)]
     assert text == (
-        "refused: this task has killed 2 workers that ran nothing else "
-        "(pid 2 was killed by SIGABRT at 2001-09-09 01:46:42 UTC; pid 3 was killed by SIGABRT at 2001-09-09 01:46:43 UTC), "
-        "and was running when 2 others died "
-        "(pid 0 was killed by SIGABRT at 2001-09-09 01:46:40 UTC; pid 1 was killed by SIGABRT at 2001-09-09 01:46:41 UTC)"
-        ". It is refused for 60 minutes after the last of them"
+        f"refused: this task has killed 2 workers that ran nothing else ({pids[2]}; {pids[3]}), and was running when "
+        f"2 others died ({pids[0]}; {pids[1]}). It is refused for 60 minutes after the last of them"
     )
     text = after(*[BESIDE] * 30, LONE, LONE).refusal(b"task")
     assert "30 others died (22 more; pid 22 " in text
