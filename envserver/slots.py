@@ -395,6 +395,7 @@ class Slots:
         if was is State.STARTING:
             self.up = True
             slot.ready_at = slot.idle_since = now
+            slot.due = math.inf
             slot.failures = 0
             slot.tries = self.policy.start_tries
             if slot.lone:

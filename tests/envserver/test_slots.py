@@ -565,6 +565,7 @@ def test_a_hung_worker_gets_sigkill_and_its_slot_says_why_until_it_is_buried() -
     assert driver.slots.hung(slot, driver.now, "again") == [], "it is being killed"
     driver.do(driver.slots.exited(slot, driver.now, KILLED))
     assert slot.hung == "as it was stopped"
+    assert slot.put_down, "by us: what it ran has not killed it"
     driver.do(driver.slots.closed(slot, driver.now))
     assert slot.hung == ""
     driver.run_until(driver.now + 1)
@@ -600,6 +601,18 @@ def test_a_drained_pool_ends_each_worker_when_it_is_empty_and_starts_none() -> N
     assert not driver.slots.map
     assert driver.slots.due_at() == math.inf
     assert len(driver.starts) == 3
+
+
+def test_however_old_a_worker_is_it_has_all_of_the_time_to_end_its_runs() -> None:
+    for suspect in (False, True):
+        driver = Driver(max_workers=1).up()
+        slot = driver.one(State.READY)
+        driver.run_until(driver.now + 3 * POLICY.start_timeout)
+        if suspect:
+            driver.do(driver.slots.silent(slot, driver.now))
+        driver.do(driver.slots.shut_down(driver.now, 30))
+        driver.run_until(driver.now + 29)
+        assert slot.state is State.DRAINING
 
 
 def test_in_a_hurry_nothing_is_waited_for() -> None:
