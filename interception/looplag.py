@@ -105,7 +105,11 @@ class LoopWatch:
         self._paused = self._told_still = False
         self._seen = None
         self._next(loop)
-        threading.Thread(target=self._look, args=(loop, self._ended), name="event loop lag", daemon=True).start()
+        looks = threading.Thread(target=self._look, args=(loop, self._ended), name="event loop lag", daemon=True)
+        try:
+            looks.start()
+        except RuntimeError as error:  # no thread to be had: a server that serves is worth more than this
+            logger.warning("the event loop's lag is measured, but nobody sees what it stands still in: %s", error)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = self._clock() + PERIOD
