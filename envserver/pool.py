@@ -23,7 +23,8 @@ from envserver.limits import MIB, PoolPolicy
 from envserver.memory import rss_of
 from envserver.metrics import Sample, in_a_line, samples_of
 from envserver.quarantine import Quarantine
-from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import Action, Bury, Drain, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 from envserver.startup import startup_error
 from envserver.teardown import run_to_end
 from envserver.watch import Watch

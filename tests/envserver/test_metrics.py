@@ -20,7 +20,7 @@ from envserver import EnvServer, EnvServerError, env_server
 from envserver.metrics import FAMILIES, IN_FLIGHT, Metrics, cause_of, in_a_line, samples_of
 from envserver.prometheus import register, serving_metrics
 from envserver.serve import serve_until_told
-from envserver.slots import Slot, State
+from envserver.slot import Slot, State
 from tests.envserver.caller import Caller
 from tests.envserver.scripted import MAKE, ScriptedEnv
 from tests.envserver.test_pool import QUICK, pool_of, ready

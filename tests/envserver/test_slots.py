@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envserver.limits import PoolPolicy
-from envserver.slots import TRANSITIONS, Action, Bury, Drain, Event, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import TRANSITIONS, Action, Bury, Drain, Event, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 
 POLICY = PoolPolicy()
 KILLED = -9
