@@ -120,8 +120,7 @@ async def test_a_week_in_ten_minutes_load_rises_and_falls_20_times_rss_and_fds_f
             await wave(pool, caller, tmp_path / "gate", 12)
             results = await asyncio.gather(*(_ask_many(pool, 500) for _ in range(4)))
             assert sum(results) == 2000
-            await until(lambda: pool.states() == {"ready": 1, "in flight": 0}, timeout=120)
-            await until(lambda: len(pool._workers) == 1)
+            await until(lambda: (pool.states(), len(pool._workers)) == ({"ready": 1, "in flight": 0}, 1), timeout=120)
             rss.append(me.memory_info().rss)
             fds.append(me.num_fds())
             if day == 20:
