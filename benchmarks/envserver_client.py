@@ -1,8 +1,8 @@
 """The client of the env server benchmark: a plain zmq DEALER, the same for all subjects, and what it measures.
 
 A `run` request is `{"deltas": n, "text": str, "hold": bool, "task": n}`: answered by n deltas `{"pid": of the worker,
-"text": …}` and then, unless it is held, by a reply with the worker's `pid`. Each is a task of its own, or the death of so
-many workers would be laid at the door of one.
+"text": …}` and then, unless it is held, by a reply with the worker's `pid`. Each is a task of its own: the death of so
+many workers must not be laid at the door of one.
 """
 
 import itertools
