@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ async def test_an_old_worker_is_replaced_and_ends_what_it_runs(tmp_path: Path) -
         assert (await caller.reply(held))["pid"] == old.pid
         await until(lambda: old.closed)
         assert old.child.returncode == 0
+
+
+async def test_an_old_worker_that_dies_while_it_is_drained_has_died_like_any(caplog: pytest.LogCaptureFixture) -> None:
+    policy = dataclasses.replace(QUICK, max_worker_age=0.5)
+    async with pool_of(1, "hard", module=ENDS, policy=policy) as (pool, caller):
+        held = await caller.send("run", {"do": "hold"})
+        await until(lambda: pool.in_flight == 1)
+        (old,) = pool._dispatcher.ready
+        await until(lambda: pool.states().get("draining") == 1)
+        os.kill(old.pid, signal.SIGKILL)
+        assert f"(pid {old.pid}) of the env server was killed by SIGKILL" in (await caller.reply(held))["error"]
+        await until(lambda: old.closed)
+        assert (await caller.run())["success"]
+        assert len(pool._quarantine._records) == 1, "what ran there may have killed it"
+    assert f"(pid {old.pid}) was killed by SIGKILL after" in caplog.text
 
 
 async def test_a_worker_that_has_grown_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
