@@ -21,7 +21,7 @@ logger = logging.getLogger("envserver")
 
 
 class Quarantine:
-    """`lone`: says which workers are lone ones; `retire` ends one; `wake` makes the pool look at its slots, soon."""
+    """`lone`: which workers are lone ones; `retire` ends one; `wake` makes the pool look here and at its slots, soon."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Quarantine:
     def close(self, why: str) -> None:
         """No run is taken any more, and none that waits is sent."""
         self._answer_all(why, SHUTTING_DOWN)
-        self.look()
+        self._slots.lone_wanted = 0
 
     def withdrawn(self, run: Request) -> None:
         """Nobody wants it any more that waits here."""
@@ -145,7 +145,7 @@ class Quarantine:
                     self._suspects.wait(run.task, run)
                     self._bytes += size
                     self._dispatcher.hold(run)
-                    self.look()
+                    self._wake()  # once for all that come together
         return True
 
     def _answered(self, run: Request, reply: Part) -> None:

@@ -19,7 +19,7 @@ from tests.envserver.test_pool import QUICK, children, pool_of, ready
 from tests.helpers import until
 
 SHRINKING = dataclasses.replace(QUICK, scale_down_after=0.2, scale_down_idle=0.3, load_look=0.05)
-ENDS = "tests.envserver.hardships"
+HARD = "tests.envserver.hardships"
 
 
 async def wave(pool: EnvServerPool, caller: Caller, gate: Path, runs: int) -> None:
@@ -33,7 +33,7 @@ async def wave(pool: EnvServerPool, caller: Caller, gate: Path, runs: int) -> No
 
 
 async def test_load_that_rises_and_falls_is_followed_by_the_workers_and_loses_nothing(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": ENDS, "policy": SHRINKING}
+    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": HARD, "policy": SHRINKING}
     async with pool_of(3, "hard", **options) as (pool, caller):
         for _ in range(2):
             await wave(pool, caller, tmp_path / "gate", 12)
@@ -43,7 +43,7 @@ async def test_load_that_rises_and_falls_is_followed_by_the_workers_and_loses_no
 
 
 async def test_a_pool_does_not_shrink_below_its_floor_nor_end_who_is_busy(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": ENDS, "policy": SHRINKING, "min_workers": 2}
+    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": HARD, "policy": SHRINKING, "min_workers": 2}
     async with pool_of(3, "hard", **options) as (pool, caller):
         await ready(pool, 2)
         held = [await caller.send("run", {"do": "hold"}) for _ in range(2)]
@@ -60,7 +60,7 @@ async def test_a_pool_does_not_shrink_below_its_floor_nor_end_who_is_busy(tmp_pa
 async def test_an_old_worker_is_replaced_and_ends_what_it_runs(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     policy = dataclasses.replace(QUICK, max_worker_age=0.5)
-    async with pool_of(1, "hard", module=ENDS, policy=policy) as (pool, caller):
+    async with pool_of(1, "hard", module=HARD, policy=policy) as (pool, caller):
         held = await caller.send("run", {"do": "wait for", "path": str(gate)})
         await until(lambda: pool.in_flight == 1)
         (old,) = pool._dispatcher.ready
@@ -75,7 +75,7 @@ async def test_an_old_worker_is_replaced_and_ends_what_it_runs(tmp_path: Path) -
 
 async def test_an_old_worker_that_dies_while_it_is_drained_has_died_like_any(caplog: pytest.LogCaptureFixture) -> None:
     policy = dataclasses.replace(QUICK, max_worker_age=0.5)
-    async with pool_of(1, "hard", module=ENDS, policy=policy) as (pool, caller):
+    async with pool_of(1, "hard", module=HARD, policy=policy) as (pool, caller):
         held = await caller.send("run", {"do": "hold"})
         await until(lambda: pool.in_flight == 1)
         (old,) = pool._dispatcher.ready
@@ -92,13 +92,17 @@ async def test_a_worker_that_has_grown_is_replaced(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, "envserver")
     limit = (rss_of(os.getpid()) or 0) + (150 << 20)
     policy = dataclasses.replace(QUICK, max_worker_rss=limit, steady_after=0.0, load_look=0.05)
-    async with pool_of(1, "hard", module=ENDS, policy=policy) as (pool, caller):
+    async with pool_of(1, "hard", module=HARD, policy=policy) as (pool, caller):
         (old,) = pool._dispatcher.ready
         assert (await caller.run(do="grow", size=limit))["pid"] == old.pid
         await until(lambda: old.closed)
         await ready(pool, 1)
         assert (await caller.run())["pid"] != old.pid
         assert f"to replace worker 0 (pid {old.pid}), ready for 0.0 h, " in caplog.text
+
+
+async def test_a_pool_that_was_never_started_can_be_stopped() -> None:
+    await EnvServerPool(f"{HARD}:hard", max_workers=1).stop()
 
 
 def test_the_memory_of_a_process_is_what_the_system_says() -> None:
@@ -112,7 +116,7 @@ async def test_a_replacement_that_does_not_start_leaves_the_old_one_serving(
     gate = tmp_path / "gate"
     gate.write_text("open")
     policy = dataclasses.replace(QUICK, max_worker_age=0.3)
-    async with pool_of(1, "gated_hard", {"gate": str(gate)}, module=ENDS, policy=policy) as (pool, caller):
+    async with pool_of(1, "gated_hard", {"gate": str(gate)}, module=HARD, policy=policy) as (pool, caller):
         gate.write_text("fail")
         pid = (await caller.run())["pid"]
         await until(lambda: caplog.text.count("is given up") >= 2)
@@ -128,7 +132,7 @@ async def test_a_replacement_that_does_not_start_leaves_the_old_one_serving(
 async def test_a_week_in_ten_minutes_load_rises_and_falls_20_times_rss_and_fds_flat(tmp_path: Path) -> None:
     """Each rise takes the pool to all its workers, each fall to one; meanwhile workers are replaced for their age."""
     policy = dataclasses.replace(SHRINKING, scale_down_after=2.0, scale_down_idle=5.0, max_worker_age=20.0)
-    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": ENDS, "policy": policy}
+    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": HARD, "policy": policy}
     async with pool_of(3, "hard", **options) as (pool, caller):
         me = psutil.Process()
         rss, fds = [], []
