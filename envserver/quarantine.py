@@ -21,7 +21,7 @@ logger = logging.getLogger("envserver")
 
 
 class Quarantine:
-    """`lone`: which workers are lone ones; `retire` ends one; `wake` makes the pool look here and at its slots, soon."""
+    """`lone`: which workers are lone ones; `retire` ends one; `wake` makes the pool look here and at its slots."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ async def test_row_14_a_task_that_aborts_its_process_is_refused_after_four_death
 
 async def test_row_15_sixteen_innocents_beside_a_poison_are_all_answered_in_the_end(tmp_path: Path) -> None:
     note, gate = tmp_path / "note", tmp_path / "gate"
-    async with watched() as (pool, _):
+    async with watched(4) as (pool, _):  # so that few were there at both deaths, who run alone one after the other
         with Caller(pool.address) as poisoner:
 
             async def innocent(number: int) -> list[dict[str, Any]]:
