@@ -21,7 +21,8 @@ from statistics import mean, median
 from benchmarks.report import Figure, parse, show, write
 from envserver.limits import PoolPolicy
 from envserver.poison import Death, Records, Suspects, Verdict
-from envserver.slots import Action, Bury, Drain, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import Action, Bury, Drain, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 
 SUBJECTS = ("ours", "co-residents")
 

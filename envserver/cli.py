@@ -47,9 +47,7 @@ def serve(
     ] = 1,
     elastic: Annotated[
         bool,
-        typer.Option(
-            "--elastic", help="Start with --min-workers, and have more, up to --workers, while load asks for them."
-        ),
+        typer.Option("--elastic", help="Start with --min-workers, more up to --workers as load grows."),
     ] = False,
     min_workers: Annotated[
         int, typer.Option(min=1, metavar="N", help="With --elastic: start with so many, and keep them.")

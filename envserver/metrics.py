@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from envserver.slots import Event, Slot, Slots, State
+from envserver.slot import Event, Slot, State
+from envserver.slots import Slots
 
 
 class Family(NamedTuple):

@@ -14,6 +14,8 @@ from typing import Any, NoReturn, Self
 
 import zmq
 
+from envserver.checks import check_limits, check_numbers
+from envserver.chronicle import Chronicle
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
 from envserver.folder import short_folder
@@ -23,7 +25,8 @@ from envserver.limits import MIB, PoolPolicy
 from envserver.memory import rss_of
 from envserver.metrics import Sample, in_a_line, samples_of
 from envserver.quarantine import Quarantine
-from envserver.slots import Action, Bury, Drain, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import Action, Bury, Drain, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 from envserver.startup import startup_error
 from envserver.teardown import run_to_end
 from envserver.watch import Watch
@@ -68,21 +71,9 @@ class EnvServerPool:
     ) -> None:
         if not isinstance(env, str) or ":" not in env:
             raise EnvServerError(f"workers load their env themselves: name it as package.module:factory, not {env!r}")
-        if max_workers is None and not elastic:
-            raise EnvServerError("elastic=False starts max_workers at once: give their number")
-        if max_workers is not None and max_workers < 1:
-            raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
-        if multiplex < 1:
-            raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
-        if min_workers < 1 or (max_workers is not None and min_workers > max_workers):
-            most = "" if max_workers is None else f" and at most max_workers ({max_workers})"
-            raise EnvServerError(f"min_workers is at least 1{most}, not {min_workers}")
         self._policy = policy or PoolPolicy()
-        for name in ("max_worker_rss", "max_worker_age"):
-            if (limit := getattr(self._policy, name)) is not None and limit <= 0:
-                raise EnvServerError(f"{name} is more than 0, or None for no limit; not {limit}")
-        if self._policy.max_worker_rss is not None and rss_of(os.getpid()) is None:
-            raise EnvServerError("max_worker_rss: this system has no /proc, so install psutil")
+        check_numbers(max_workers, elastic, min_workers, multiplex)
+        check_limits(self._policy)
         check_address(address, "cannot listen on")
         self.address = address
         """Where it listens; concrete once `start` has returned."""
@@ -122,9 +113,7 @@ class EnvServerPool:
         self._slots.on_move = self._dispatcher.metrics.moved
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
-        self._causes: dict[int, str] = {}
-        """Of each slot, its first failed start since a worker was ready there: what follows is often only its echo."""
-        self._last_death = ""
+        self._chronicle = Chronicle()
         self._frontend = Frontend()
         self._folder: Path | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -319,7 +308,7 @@ class EnvServerPool:
                 on_exit=self._watched(self._exited),
             )
         except (EnvServerError, zmq.ZMQError) as error:  # no processes, descriptors or sockets left
-            self._note_failure(slot, f"worker {slot.number} cannot be started: {error}", "")
+            self._chronicle.failed(slot, f"worker {slot.number} cannot be started: {error}")
             if self._up is not None and not self._up.done():
                 self._up.set_exception(EnvServerError(str(error)))
             report = self._slots.spawn_failed
@@ -374,7 +363,7 @@ class EnvServerPool:
             return
         worker.dispatchable = True
         self._watch.add(worker)
-        self._causes.pop(worker.number, None)
+        self._chronicle.ready(worker.slot)
         logger.info("%s is ready after %.1f s", worker, worker.child.seconds)
         self._supervise(lambda: self._slots.answered(worker.slot, self._now))
         if self._up is not None and not self._up.done() and self._slots.up:
@@ -418,30 +407,19 @@ class EnvServerPool:
         worker.dispatchable = False
         self._watch.drop(worker)
         slot = worker.slot
-        if slot.planned:
+        if slot.planned and slot.put_down:
             logger.info("%s %s", worker, worker.end)
         else:
             what = (
                 f"{worker} {worker.end} after {worker.child.seconds:.1f} s, with {len(worker.requests)} requests on it"
             )
-            self._note_failure(slot, what, worker.child.tail())
+            self._chronicle.failed(slot, what, worker.child.tail())
         if self._crash is not None:
             worker.close()
             self._workers.pop(slot, None)
             self._notify()
             return
         self._supervise(lambda: self._slots.exited(slot, self._now, worker.child.returncode or 0))
-
-    def _note_failure(self, slot: Slot, what: str, tail: str) -> None:
-        self._last_death = what
-        in_full = f"{what}\n{tail}" if tail else what
-        if slot.ready_at is not None:
-            logger.warning("%s", in_full)
-        elif slot.number in self._causes:
-            logger.warning("%s", what)
-        else:
-            self._causes[slot.number] = in_full
-            logger.warning("%s", in_full)
 
     def _bury(self, worker: Worker) -> None:
         """Deliver what a worker that has ended had queued: all that reached the kernel is read until the end."""
@@ -474,13 +452,9 @@ class EnvServerPool:
         self._tell_next(slot)
 
     def _tell_next(self, slot: Slot) -> None:
-        if slot.state is State.BACKOFF:
-            logger.info("worker %d is started again in %.1f s", slot.number, slot.due - self._now)
-        elif slot.state is State.RETIRED:
-            cause = self._causes.pop(slot.number, "unknown")
-            logger.error("worker %d is given up, to be tried again later; it began with: %s", slot.number, cause)
-            if slot.lone:
-                self._quarantine.failed(self._last_death)
+        self._chronicle.goes_on(slot, self._now)
+        if slot.lone and slot.state is State.RETIRED:
+            self._quarantine.failed(self._chronicle.last)
 
     def _missed(self) -> str:
         """A run has found no worker. Why, for its error."""
@@ -488,7 +462,7 @@ class EnvServerPool:
         if self._dispatcher.ready or self._dispatcher.suspect:
             return "no worker takes a request: too many bytes wait for each of them"
         states = ", ".join(f"{count} {name}" for name, count in self.states().items() if count and name != "in flight")
-        last = f"; last: {self._last_death}" if self._last_death else ""
+        last = f"; last: {self._chronicle.last}" if self._chronicle.last else ""
         return f"no worker is ready ({states or 'none is left; the next start is due later'}){last}"
 
     def _look(self) -> list[Action]:

@@ -12,7 +12,8 @@ from envserver.fingerprint import succeeded
 from envserver.limits import PoolPolicy
 from envserver.metrics import NO_WORKER, REFUSED, SHUTTING_DOWN
 from envserver.poison import Death, Records, Suspects, Verdict
-from envserver.slots import Slots, State
+from envserver.slot import State
+from envserver.slots import Slots
 from envserver.wire import Part, failure
 from envserver.worker import Request, Worker
 

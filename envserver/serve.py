@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envserver.checks import check_numbers
 from envserver.child import Child
 from envserver.env import Env
 from envserver.errors import EnvServerError
@@ -59,10 +60,7 @@ def make_server(
 ) -> "EnvServer | EnvServerPool":
     """What serves an env with these numbers: one worker is this process itself, more are a pool's, which gives them
     `kill_grace` seconds from SIGTERM to SIGKILL (None: the policy's)."""
-    if max_workers is not None and max_workers < 1:
-        raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
-    if multiplex < 1:
-        raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+    check_numbers(max_workers, elastic, 1, multiplex)
     if max_workers == 1:
         for name, value in (
             ("kill_blocked_after", kill_blocked_after),
@@ -75,8 +73,6 @@ def make_server(
         return EnvServer(env, env_kwargs, address=address or ADDRESS, multiplex=multiplex)
     if not isinstance(env, str):
         raise EnvServerError("workers load their env themselves: name it, as package.module:factory")
-    if max_workers is None and not elastic:
-        raise EnvServerError("elastic=False starts max_workers at once: give their number")
     from envserver.pool import EnvServerPool
 
     policy = PoolPolicy(
@@ -118,8 +114,8 @@ def serve_env(
 
     `env`: `package.module:factory`, called with `env_kwargs` (JSON values where there are workers); for a single
     server also the env itself. `max_workers` 1 serves from this process; more, or None for any number, from worker
-    processes behind a broker: `min_workers` at first, more as load grows and fewer when they are not needed for long, or
-    all of them at once with `elastic=False`. A worker takes `multiplex` runs before another is started. A worker whose
+    processes behind a broker: `min_workers` at first, more as load grows and fewer when it is gone for long, or all of
+    them at once with `elastic=False`. A worker takes `multiplex` runs before another is started. A worker whose
     process has more than `max_worker_rss` bytes of resident memory, or has been ready for `max_worker_age` seconds, is
     replaced: the new one starts first, and the old one's runs end there. `address` None is a free port on 127.0.0.1.
     `kill_blocked_after`: a worker that does not answer is killed, and its runs fail, once its processes have used no

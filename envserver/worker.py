@@ -12,7 +12,7 @@ from envserver.child import Child
 from envserver.fingerprint import fingerprint
 from envserver.limits import PoolPolicy
 from envserver.outbox import Outbox, Sender
-from envserver.slots import Slot
+from envserver.slot import Slot
 from envserver.stacks import wanted as stacks_wanted
 from envserver.wire import HEALTH, Part, encode
 from envserver.zsocket import CONNECTED, DISCONNECTED, LARGE, ConnectionWatch, ZSocket

@@ -105,7 +105,11 @@ class LoopWatch:
         self._paused = self._told_still = False
         self._seen = None
         self._next(loop)
-        threading.Thread(target=self._look, args=(loop, self._ended), name="event loop lag", daemon=True).start()
+        looks = threading.Thread(target=self._look, args=(loop, self._ended), name="event loop lag", daemon=True)
+        try:
+            looks.start()
+        except RuntimeError as error:  # no thread to be had: a server that serves is worth more than this
+            logger.warning("the event loop's lag is measured, but nobody sees what it stands still in: %s", error)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = self._clock() + PERIOD
@@ -175,10 +179,10 @@ def place(frame: FrameType) -> str:
     places: list[str] = []
     at: FrameType | None = frame
     while at is not None and len(places) < FRAMES:
+        if places and at.f_globals.get("__name__") == "asyncio.events":
+            break  # what is further out is the loop, and the same for all
         code = at.f_code
         places.append(f"{'/'.join(PurePath(code.co_filename).parts[-2:])}:{at.f_lineno} {code.co_qualname}")
-        if code.co_name == "_run_once":
-            break  # what is further out is the same for all
         at = at.f_back
     if frame.f_code.co_name == "select" and frame.f_code.co_filename.endswith("selectors.py"):
         return "nothing: it waited for events, so the process itself did not run (a busy or stopped machine)"

@@ -3,6 +3,8 @@
 from typing import NamedTuple, Self
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels = tuple[tuple[str, str], ...]
@@ -20,6 +22,8 @@ class Scrape(NamedTuple):
     @classmethod
     def of(cls, registry: CollectorRegistry, prefixes: tuple[str, ...]) -> Self:
         """All of `registry`, which must be well-formed. The names begin with one of `prefixes`."""
+        # The newer format's parser is the strict one: units, suffixes, the order and the buckets of histograms.
+        list(strict(openmetrics(registry).decode()))
         return cls.read(generate_latest(registry).decode(), prefixes)
 
     @classmethod

@@ -16,17 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from envserver import EnvServer, EnvServerError
+from envserver import EnvServer, EnvServerError, env_server
 from envserver.metrics import FAMILIES, IN_FLIGHT, Metrics, cause_of, in_a_line, samples_of
 from envserver.prometheus import register, serving_metrics
 from envserver.serve import serve_until_told
-from envserver.slots import Slot, State
+from envserver.slot import Slot, State
 from tests.envserver.caller import Caller
-from tests.envserver.scripted import ScriptedEnv
+from tests.envserver.scripted import MAKE, ScriptedEnv
 from tests.envserver.test_pool import QUICK, pool_of, ready
 from tests.envserver.test_slots import EVENTS, Driver
 from tests.helpers import until
 from tests.scrapes import Scrape
+from tests.sshd import free_port
 
 OURS = ("envserver_",)
 
@@ -335,6 +336,15 @@ def test_the_page_is_served_on_loopback_and_its_port_is_free_afterwards() -> Non
             serve_until_told(EnvServer(ScriptedEnv()), metrics_port=port)
     with serving_metrics(port, registry=registry):
         pass
+
+
+async def test_a_server_in_a_process_of_its_own_has_a_page() -> None:
+    port = free_port()
+    async with env_server(MAKE, metrics_port=port) as address:
+        with Caller(address) as caller:
+            await caller.run()
+        page = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/metrics", timeout=30)
+        assert Scrape.read(page.read().decode(), OURS).get("envserver_requests_total", name="envserver") == 1
 
 
 def test_without_the_extra_the_error_says_what_to_install() -> None:

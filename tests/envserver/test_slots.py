@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envserver.limits import PoolPolicy
-from envserver.slots import TRANSITIONS, Action, Bury, Drain, Event, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import TRANSITIONS, Action, Bury, Drain, Event, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 
 POLICY = PoolPolicy()
 KILLED = -9
@@ -949,7 +950,7 @@ def test_a_death_is_held_against_nobody_if_we_wanted_it_and_else_it_is() -> None
     driver.do(driver.slots.retire(drained, driver.now))
     driver.do(driver.slots.exited(drained, driver.now, KILLED))
     driver.do(driver.slots.exited(died, driver.now, KILLED))
-    assert not (died.put_down or lost.put_down or drained.put_down), "a drain alone ends no worker"
+    assert [slot.put_down for slot in (died, lost, drained)] == [False] * 3, "a drain alone ends no worker"
     driver.do(driver.slots.retire(replaced, driver.now))
     driver.do(driver.slots.empty(replaced, driver.now))
     assert replaced.put_down

@@ -125,6 +125,21 @@ async def test_one_watch_a_loop_and_none_when_the_last_server_has_stopped() -> N
     await until(lambda: watchers() == 0)
 
 
+async def test_without_a_thread_it_is_measured_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", start)
+        watch = LoopWatch.join()
+    assert "can't start new thread" in caplog.text
+    block(LIMIT + 2 * PERIOD, "")
+    await until(lambda: watch.lag.stalls == 1)
+    watch.leave()
+
+
 def test_a_server_that_is_never_stopped_leaves_no_thread_behind_its_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
 
