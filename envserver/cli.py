@@ -164,7 +164,7 @@ async def _show_states(server: "EnvServer | EnvServerPool", console: Console) ->
         while True:
             states = server.states()
             # Runs come and go all the time: worth a moving line, not a line each.
-            workers = {name: count for name, count in states.items() if name != "in flight"}
+            workers = {name: count for name, count in states.items() if name not in ("in flight", "waiting")}
             if live is not None:
                 live.update(Text(_line(server.address, states)), refresh=True)
             elif workers != shown:

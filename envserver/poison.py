@@ -7,6 +7,9 @@ are never refused for it, unless chance strikes the same lone task twice.
 
 - What counts is the death of a worker, once for each task, however many runs of it were there: the equal rollouts of a
   group are one task. A run that fails counts nothing.
+- A death that the pool wanted is none: when it drains, shrinks, replaces a worker or stops, or kills one that a signal
+  has stopped or that is blocked. One that lost its connection and was therefore ended counts, for that was its own
+  doing, and so does one that ends by itself while it is drained. (`Slot.put_down` tells them apart.)
 - A success of any run of the task forgets all that it was suspected of.
 - An hour after its last death a task is free again, and of more than 1,024 the one that was longest not heard of.
 

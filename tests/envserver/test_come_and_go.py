@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ async def test_an_old_worker_is_replaced_and_ends_what_it_runs(tmp_path: Path) -
         assert old.child.returncode == 0
 
 
+async def test_an_old_worker_that_dies_while_it_is_drained_has_died_like_any(caplog: pytest.LogCaptureFixture) -> None:
+    policy = dataclasses.replace(QUICK, max_worker_age=0.5)
+    async with pool_of(1, "hard", module=ENDS, policy=policy) as (pool, caller):
+        held = await caller.send("run", {"do": "hold"})
+        await until(lambda: pool.in_flight == 1)
+        (old,) = pool._dispatcher.ready
+        await until(lambda: pool.states().get("draining") == 1)
+        os.kill(old.pid, signal.SIGKILL)
+        assert f"(pid {old.pid}) of the env server was killed by SIGKILL" in (await caller.reply(held))["error"]
+        await until(lambda: old.closed)
+        assert (await caller.run())["success"]
+        assert len(pool._quarantine._records) == 1, "what ran there may have killed it"
+    assert f"(pid {old.pid}) was killed by SIGKILL after" in caplog.text
+
+
 async def test_a_worker_that_has_grown_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "envserver")
     limit = (rss_of(os.getpid()) or 0) + (150 << 20)
@@ -120,8 +136,7 @@ async def test_a_week_in_ten_minutes_load_rises_and_falls_20_times_rss_and_fds_f
             await wave(pool, caller, tmp_path / "gate", 12)
             results = await asyncio.gather(*(_ask_many(pool, 500) for _ in range(4)))
             assert sum(results) == 2000
-            await until(lambda: pool.states() == {"ready": 1, "in flight": 0}, timeout=120)
-            await until(lambda: len(pool._workers) == 1)
+            await until(lambda: (pool.states(), len(pool._workers)) == ({"ready": 1, "in flight": 0}, 1), timeout=120)
             rss.append(me.memory_info().rss)
             fds.append(me.num_fds())
             if day == 20:
