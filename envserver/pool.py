@@ -324,7 +324,7 @@ class EnvServerPool:
         if slot.overdue:
             logger.warning("%s is not ready after %g s: it is killed", worker, self._policy.start_timeout)
         elif slot.hung:
-            logger.warning("%s is killed, %s", worker, slot.hung)
+            logger.warning("%s is killed: %s", worker, slot.hung)
         elif not slot.planned:
             logger.warning("%s has lost its connection: it is ended", worker)
         worker.child.send_signal(signal.SIGKILL if hard else signal.SIGTERM)

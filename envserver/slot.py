@@ -138,7 +138,7 @@ class Slot:
         self.rss = 0
         """Bytes of resident memory of its worker; the shell says it."""
         self.hung = ""
-        """Why its worker was killed as hung, as it follows "was killed"; empty if it was not. Such a death is the
+        """Why its worker was killed as hung; empty if it was not. Such a death is the
         broker's doing, and says nothing about the requests it had."""
         self.returncode = 0
         """Of its last worker that ended; negative for a signal."""

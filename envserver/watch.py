@@ -13,8 +13,8 @@ from envserver.worker import Worker
 logger = logging.getLogger("envserver")
 
 REASONS = {
-    Kind.STOPPED: "as it had been stopped by a signal for {:.0f} s",
-    Kind.BLOCKED: "as it had been silent for {:.0f} s while its processes used no CPU (kill_blocked_after)",
+    Kind.STOPPED: "it had been stopped by a signal for {:.0f} s",
+    Kind.BLOCKED: "kill_blocked_after: it had been silent for {:.0f} s while its processes used no CPU",
 }
 
 

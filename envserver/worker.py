@@ -143,7 +143,7 @@ class Worker:
         reason = self.child.exit_reason
         if not reason.startswith("killed"):
             return reason
-        return f"was {reason}, {self.slot.hung}" if self.slot.hung else f"was {reason}"
+        return f"was {reason} ({self.slot.hung})" if self.slot.hung else f"was {reason}"
 
     @property
     def in_arrears(self) -> bool:

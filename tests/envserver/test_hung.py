@@ -147,7 +147,7 @@ def test_a_busy_worker_is_reported_once_last_choice_after_thirty_seconds_and_nev
 
 
 def test_a_blocked_worker_is_reported_once_and_suspect_and_by_default_never_killed() -> None:
-    world = World().pass_time(24 * 3600)
+    world = World().pass_time(2 * 3600)
     assert world.decisions == [(15, Report(7, 10, Kind.BLOCKED)), (35, Suspect(7))]
 
 
@@ -293,7 +293,7 @@ def test_a_look_that_comes_back_after_a_lag_decides_nothing() -> None:
 # What always holds
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     steps=st.lists(
         st.tuples(
@@ -301,7 +301,7 @@ def test_a_look_that_comes_back_after_a_lag_decides_nothing() -> None:
             st.sampled_from("RSDTtZ?"),
             st.sampled_from([0.0, 0.005, 0.5]),
         ),
-        max_size=150,
+        max_size=100,
     ),
     limit=st.sampled_from([None, 10.0, 60.0]),
 )
@@ -330,11 +330,11 @@ SILENT = st.lists(
         st.sampled_from([0.0, 0.005, 0.5]),
         st.booleans(),
     ),
-    max_size=200,
+    max_size=100,
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps=SILENT, limit=st.sampled_from([None, 10.0, 60.0]))
 def test_who_is_killed_was_so_at_every_look_for_as_long_as_the_policy_says_and_told_of_before(
     steps: list[tuple[float, str, float, bool]], limit: float | None

@@ -561,11 +561,11 @@ def test_an_elastic_pool_of_which_no_worker_answers_starts_one_more_up_to_its_li
 def test_a_hung_worker_gets_sigkill_and_its_slot_says_why_until_it_is_buried() -> None:
     driver = Driver(max_workers=1).up()
     slot = driver.one(State.READY)
-    driver.do(driver.slots.hung(slot, driver.now, "as it was stopped"))
+    driver.do(driver.slots.hung(slot, driver.now, "it was stopped"))
     assert driver.told[-1] == Terminate(slot, hard=True)
     assert driver.slots.hung(slot, driver.now, "again") == [], "it is being killed"
     driver.do(driver.slots.exited(slot, driver.now, KILLED))
-    assert slot.hung == "as it was stopped"
+    assert slot.hung == "it was stopped"
     assert slot.put_down, "by us: what it ran has not killed it"
     driver.do(driver.slots.closed(slot, driver.now))
     assert slot.hung == ""

@@ -14,6 +14,7 @@ from types import FunctionType
 import psutil
 import pytest
 
+from envserver.errors import EnvServerError
 from envserver.pool import EnvServerPool
 from envserver.stacks import SWITCH, read_stacks
 from envserver.worker import Worker
@@ -72,10 +73,10 @@ async def test_of_workers_that_do_not_answer_only_the_stopped_one_is_killed_and_
 
         error = (await caller.reply(its_run))["error"]
         assert f"(pid {stopped.pid})" in error
-        assert re.search(r"was killed by SIGKILL, as it had been stopped by a signal for \d+ s; this request", error)
+        assert re.search(r"was killed by SIGKILL \(it had been stopped by a signal for \d+ s\); this request", error)
         assert not alive(stopped.pid)
-        await until(lambda: all(silence(pool, worker) >= 3.0 for worker, _ in runs.values()))
-        await until(lambda: len(pool._dispatcher.ready) == 1 and pool._dispatcher.ready[0].pid != stopped.pid)
+        await until(lambda: all(silence(pool, worker) >= 3.0 for worker, _ in runs.values()), timeout=120)
+        await until(lambda: [worker.pid for worker in pool._dispatcher.ready] not in ([], [stopped.pid]), timeout=120)
         assert pool.states() == {"ready": 1, "suspect": 5, "in flight": 5}
         assert all(alive(worker.pid) for worker, _ in runs.values())
 
@@ -99,8 +100,8 @@ async def test_blocked_workers_are_killed_where_the_policy_says_so_and_busy_ones
         (busy,) = [worker for worker in pool._workers.values() if [*worker.requests] == [b"3"]]
         for request_id in blocked:
             error = (await caller.reply(request_id))["error"]
-            assert "was killed by SIGKILL, as it had been silent for" in error
-            assert "(kill_blocked_after); this request was running there" in error
+            assert "was killed by SIGKILL (kill_blocked_after: it had been silent for" in error
+            assert "while its processes used no CPU); this request was running there" in error
         await ready(pool, 2)
         await until(lambda: silence(pool, busy) >= 2.0)
         assert alive(busy.pid)
@@ -166,6 +167,22 @@ async def test_without_stacks_faulthandler_is_the_envs_own(
         await caller.send("run", {"do": "sleep"})
         await until(lambda: "has not answered" in caplog.text)
     assert "it is blocked; 1 requests are on it (ENVSERVER_STACKS=0: no stacks)" in caplog.text
+
+
+async def test_a_watch_that_fails_is_the_end_of_the_pool_which_would_only_look_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Row 30."""
+
+    def broken(pids: list[int]) -> None:
+        raise RuntimeError("the watch is broken")
+
+    monkeypatch.setattr("envserver.watch.look", broken)
+    async with pool_of(1, "hard", module=HARD, policy=WATCHFUL) as (pool, caller):
+        reply = await caller.run(do="sleep")
+        assert "supervisor failed: RuntimeError('the watch is broken')" in reply["error"]
+        with pytest.raises(EnvServerError, match="the watch is broken"):
+            await pool.wait_failed()
 
 
 BROKER = """
