@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from envserver.checks import check_limits, check_numbers
 from envserver.chronicle import Chronicle
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
-from envserver.folder import short_folder
+from envserver.folder import ShortFolder
 from envserver.frontend import Frontend
 from envserver.jobs import pack_callable
 from envserver.limits import MIB, PoolPolicy
@@ -115,7 +114,7 @@ class EnvServerPool:
         """Of each slot that has one, until it is buried."""
         self._chronicle = Chronicle()
         self._frontend = Frontend()
-        self._folder: Path | None = None
+        self._folder: ShortFolder | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Handle | None = None
         self._watch = Watch(
@@ -153,7 +152,7 @@ class EnvServerPool:
         try:
             # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
             self.address = self._frontend.open(self.address)
-            self._folder = short_folder()
+            self._folder = ShortFolder()
             self._supervise(lambda: self._slots.start(self._now))
             await self._up
             self._dispatcher.outbox = self._frontend.serve(
@@ -300,7 +299,7 @@ class EnvServerPool:
                 slot,
                 self._frontend.context,
                 job=self._job,
-                path=f"{self._folder}/{slot.generation}",
+                path=f"{self._folder.path}/{slot.generation}",
                 log_path=self._log_of(slot),
                 policy=self._policy,
                 on_message=self._dispatcher.on_answer,
@@ -550,7 +549,7 @@ class EnvServerPool:
             self._numbers_timer.cancel()
         await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def _notify(self) -> None:
@@ -570,4 +569,4 @@ class EnvServerPool:
         if self._log_path is not None:
             return self._log_path.with_name(f"{self._log_path.stem}-worker-{slot.number}{self._log_path.suffix}")
         assert self._folder is not None
-        return self._folder / f"worker-{slot.number}.log"
+        return self._folder.path / f"worker-{slot.number}.log"

@@ -147,9 +147,9 @@ class InterceptionServer(Interception):
         self._base_url = await self._stack.enter_async_context(tunnel.expose(port))
 
     async def _release_everything(self) -> None:
-        for session in list(self._sessions.values()):
+        for pair, session in list(self._sessions.items()):
             session.fail(TunnelError("the interception server was stopped"))
-            self._release(session, "the interception server was stopped")
+            self._release(pair, session, "the interception server was stopped")
         self._base_url = None
         await self._stack.aclose()
 
@@ -195,8 +195,7 @@ class InterceptionServer(Interception):
         check_usable(session, RolloutSession)
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
-        route = _digest("route", session.id)
-        if self._services and route in self._by_secret:
+        if self._services and _digest("route", session.id) in self._by_secret:
             raise ValueError(
                 f"a session with the id {session.id!r} runs on this server already, and shared tool servers tell them "
                 "apart by it: give each rollout an id of its own"
@@ -205,17 +204,15 @@ class InterceptionServer(Interception):
         session.local_url = self._local_url
         pair = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[pair] = session
-        self._by_secret[_digest("model", pair[0])] = session
-        self._by_secret[_digest("state", pair[1])] = session
-        if self._services:
-            self._by_secret[route] = session
+        for digest in self._digests_of(pair, session):
+            self._by_secret[digest] = session
         return pair
 
     def unregister(self, model_secret: str, state_secret: str) -> None:
         """The rollout is over: its calls are ended and its secrets refused. Unknown or repeated: nothing happens."""
         session = self._sessions.pop((model_secret, state_secret), None)
         if session is not None:
-            self._release(session, "the rollout is over")
+            self._release((model_secret, state_secret), session, "the rollout is over")
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
@@ -258,21 +255,26 @@ class InterceptionServer(Interception):
         gone = self.tunnel.gone
         self.lost = TunnelError(f"the tunnel was lost: {gone}")
         self.lost.__cause__ = gone
-        for session in self.sessions:
+        for pair, session in list(self._sessions.items()):
             error = TunnelError(f"the tunnel was lost: {gone}")
             error.__cause__ = gone
             session.fail(error)
-            self._release(session, "the tunnel was lost")
+            self._release(pair, session, "the tunnel was lost")
         self._changed()
 
-    def _release(self, session: RolloutSession, reason: str) -> None:
+    def _release(self, pair: tuple[str, str], session: RolloutSession, reason: str) -> None:
         session.release(reason)
-        for digest in [digest for digest, owner in self._by_secret.items() if owner is session]:
-            del self._by_secret[digest]
-            self._released[digest] = weakref.ref(session.trace)
-        digests = 3 if self._services else 2  # of each rollout
-        while len(self._released) > digests * RELEASED_KEPT:
+        digests = self._digests_of(pair, session)
+        for digest in digests:
+            if self._by_secret.pop(digest, None) is not None:  # else its tunnel was lost before the rollout was over
+                self._released[digest] = weakref.ref(session.trace)
+        while len(self._released) > len(digests) * RELEASED_KEPT:
             self._released.popitem(last=False)
+
+    def _digests_of(self, pair: tuple[str, str], session: RolloutSession) -> list[bytes]:
+        """By which a request names a rollout: its two secrets and, for shared tool servers, its id."""
+        digests = [_digest("model", pair[0]), _digest("state", pair[1])]
+        return [*digests, _digest("route", session.id)] if self._services else digests
 
     def _changed(self) -> None:
         if self.on_change is not None:

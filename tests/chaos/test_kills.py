@@ -41,7 +41,7 @@ policy = PoolPolicy(
     free_restarts=10**6, spawn_floor=10**6,
 )
 pool = EnvServerPool("tests.envserver.envs:scripted", max_workers={WORKERS}, elastic=False, policy=policy)
-serve_until_told(pool, ready=lambda address: print(address, pool._folder, flush=True))
+serve_until_told(pool, ready=lambda address: print(address, pool._folder.path, flush=True))
 """
 
 RUNS: list[dict[str, Any]] = [

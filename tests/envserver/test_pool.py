@@ -228,7 +228,7 @@ async def test_many_deaths_leave_no_descriptor_no_zombie_and_no_file() -> None:
             await kill()
         await until(lambda: psutil.Process().num_fds() == before)
         assert not [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
-        assert len([name for name in os.listdir(pool._folder) if name.isdecimal()]) == 2
+        assert len([name for name in os.listdir(pool._folder.path) if name.isdecimal()]) == 2
 
 
 async def test_a_loading_worker_gets_no_request_and_with_none_ready_a_request_fails_at_once(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ async def test_a_stop_answers_what_it_ends_and_leaves_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await stopping
         assert children() == before
-        assert not folder.exists()
+        assert not folder.path.exists()
 
 
 async def test_a_drain_that_is_over_ends_workers_that_are_stopped() -> None:
