@@ -1,11 +1,13 @@
 """Tests with verifiers itself: `pytest -m verifiers`, in an environment that has the extra."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.prime import FakePrime
 
 TASKSETS = Path(__file__).with_name("tasksets")
 
@@ -14,7 +16,8 @@ if find_spec("verifiers") is None:
 else:
     import verifiers.v1.runtimes as runtimes
 
-    from tests.verifiers.evals import Endpoint, RemoteSubprocess
+    from interception.demo.relay_process import RelayProcess
+    from tests.verifiers.evals import Endpoint, with_remote
 
     @pytest.fixture
     async def endpoint() -> AsyncIterator[Endpoint]:
@@ -24,12 +27,23 @@ else:
     @pytest.fixture
     def remote(monkeypatch: pytest.MonkeyPatch) -> None:
         """verifiers' `prime` runtime is a process of this host that cannot reach it but through a tunnel."""
-        runtime_of = runtimes._runtime_cls
-        monkeypatch.setattr(
-            runtimes,
-            "_runtime_cls",
-            lambda config: RemoteSubprocess if config.type == "prime" else runtime_of(config),
-        )
+        monkeypatch.setattr(runtimes, "_runtime_cls", with_remote(runtimes._runtime_cls))
+
+    @pytest.fixture
+    def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePrime]:
+        with FakePrime(tmp_path / "home", scale=0.1) as service:
+            for name, value in service.env().items():
+                if name != "HOME":  # the caches of harnesses are in the real one
+                    monkeypatch.setenv(name, value)
+            monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+            yield service
+            assert service.live() == []
+            assert service.frpc_pids() == []
+
+    @pytest.fixture
+    async def relay(tmp_path: Path) -> AsyncIterator[RelayProcess]:
+        async with RelayProcess(tmp_path) as relay:
+            yield relay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,4 +60,5 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKSETS), root]))
     monkeypatch.setenv("MOCK_KEY", "mock")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # each harness would compile its SDKs again
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

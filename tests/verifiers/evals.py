@@ -8,9 +8,15 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 from verifiers.v1.cli.eval.runner import run_eval
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.configs.cli.eval import EvalConfig
 from verifiers.v1.runtimes import SubprocessConfig, SubprocessRuntime
-from verifiers.v1.trace import Trace
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.state import State
+from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import load_taskset
 
 from interception.echo import EchoModel
 
@@ -22,6 +28,11 @@ class RemoteSubprocess(SubprocessRuntime):
 
     def __init__(self, config: Any, name: str | None = None) -> None:
         super().__init__(SubprocessConfig(), name)
+
+
+def with_remote(runtime_of: Any) -> Any:
+    """verifiers' `_runtime_cls`, for which `prime` is a process of this host that cannot reach it but by a tunnel."""
+    return lambda config: RemoteSubprocess if config.type == "prime" else runtime_of(config)
 
 
 class Endpoint:
@@ -51,8 +62,12 @@ class Endpoint:
         await self._client.close()
         await self._model.stop()
 
+    def heard(self, body: bytes) -> bytes:
+        """What the model is to be asked instead."""
+        return body
+
     async def _pass(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = self.heard(await request.read())
         if request.method == "POST":
             self.calls += 1
             self.held += 1
@@ -87,6 +102,19 @@ def config(endpoint: Endpoint, folder: Path, taskset: dict[str, Any] | str, **ch
         push=False,
         output_dir=folder,
         **changes,
+    )
+
+
+def new_session(config: EvalConfig) -> RolloutSession:
+    """A rollout of its first task, as a server of verifiers knows it."""
+    [task, *_] = list(load_taskset(config.env.taskset))
+    return RolloutSession(
+        ctx=ModelContext(model="echo", client=config.client, sampling=SamplingConfig()),
+        trace=Trace(
+            task=TraceTask(type="WordTask", data=task.data, key=task.key, hash=task.hash),
+            state=State(),
+            agent=AgentInfo(config=AgentConfig()),
+        ),
     )
 
 

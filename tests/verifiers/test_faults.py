@@ -1,7 +1,6 @@
 """Remote evals whose tunnels are cut and revoked: who is lost, who is not, and what is never scored."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +37,6 @@ SMALL_POOL = {"type": "elastic", "multiplex": 4}
 TWELVE = {"id": "echo_words", "tasks": 12}
 LOST = "TunnelError"
 RETRIES = {"rules": [{"type": "TunnelError", "max_retries": 2}]}
-
-
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePrime]:
-    with FakePrime(tmp_path / "home", scale=0.1) as service:
-        for name, value in service.env().items():
-            if name != "HOME":  # the caches of harnesses are in the real one
-                monkeypatch.setenv(name, value)
-        monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-        yield service
-        assert service.live() == []
-        assert service.frpc_pids() == []
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[RelayProcess]:
-    async with RelayProcess(tmp_path) as relay:
-        yield relay
 
 
 async def ssh(relay: RelayProcess, account: str) -> SshTunnelConfig:

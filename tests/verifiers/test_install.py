@@ -14,7 +14,6 @@ import verifiers.v1 as vf
 import verifiers.v1.interception as their_interception
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.serve import EnvClient, env_config_data
-from verifiers.v1.session import RolloutSession
 from verifiers.v1.utils.loaders import load_taskset
 
 import interception
@@ -30,7 +29,7 @@ from interception.integrations.verifiers import (
 )
 from tests.helpers import until
 from tests.verifiers.evals import Endpoint, config
-from tunnel import HEALTH_PATH, IDENTITY_HEADER, CustomTunnelConfig, SshTunnelConfig
+from tunnel import CustomTunnelConfig, SshTunnelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -171,53 +170,6 @@ async def test_make_agent_runs_on_our_pool_without_any_installation(endpoint: En
     assert trace.ok
     assert trace.num_turns == 2
     assert trace.reward == 1.0
-
-
-async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
-    import aiohttp
-    from verifiers.v1.clients import ModelContext
-    from verifiers.v1.trace import TraceTask
-    from verifiers.v1.types import SamplingConfig
-
-    eval_config = config(endpoint, tmp_path, "echo_words")
-    [task, *_] = list(load_taskset(eval_config.env.taskset))
-    session = RolloutSession(
-        ctx=ModelContext(model="echo", client=eval_config.client, sampling=SamplingConfig()),
-        trace=vf.Trace(
-            task=TraceTask(type="WordTask", data=task.data, key=task.key, hash=task.hash),
-            state=vf.State(),
-            agent=vf.AgentInfo(config=AgentConfig()),
-        ),
-    )
-    server = InterceptionServer(None, False, ("shared",))
-    async with server, server.acquire(session) as slot:
-        base_url, model_secret, state_secret = slot
-        assert type(slot) is tuple
-        assert base_url == server.base_url == f"http://127.0.0.1:{server.port}"
-        assert server.sessions == {model_secret: session}
-        assert server.state_sessions == {state_secret: session}
-        assert server.state_routes == {session.trace.id: session}
-        assert len(server.clients) == server.load == 1
-        assert server.state_service_secrets == frozenset({"shared"})
-        assert server.healthy
-        assert server.serving
-        async with aiohttp.ClientSession() as client, client.get(base_url + HEALTH_PATH) as health:
-            assert (health.status, await health.text()) == (200, "ok")
-            assert health.headers[IDENTITY_HEADER] == server.identity
-        await server.start()  # idempotent
-    assert server.load == 0
-    assert session.released
-    await server.stop()
-
-
-async def test_a_version_that_moved_the_seam_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interception.integrations.verifiers.server import Stock
-
-    async def start(self: Any) -> None: ...
-
-    monkeypatch.setattr(Stock, "start", start)
-    with pytest.raises(RuntimeError, match="health route"):
-        await InterceptionServer().start()
 
 
 async def test_a_pool_that_cannot_start_says_so_in_verifiers_words(monkeypatch: pytest.MonkeyPatch) -> None:
