@@ -98,7 +98,6 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def results(released: Path, folder: Path, *, ours: bool) -> dict[str, str]:
     """The outcome of each test by its name."""
-    folder.mkdir()
     file = folder / "results"
     async with Model() as model:
         with FakePrime(folder / "home") as service:
@@ -136,9 +135,10 @@ async def results(released: Path, folder: Path, *, ours: bool) -> dict[str, str]
     return {nodeid.partition("::")[2]: outcome for outcome, _, nodeid in (line.partition(" ") for line in lines)}
 
 
-async def test_the_same_released_tests_pass(released: Path, tmp_path: Path) -> None:
+async def test_the_same_released_tests_pass(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     stock, ours = await asyncio.gather(
-        results(released, tmp_path / "stock", ours=False), results(released, tmp_path / "ours", ours=True)
+        results(released, tmp_path_factory.mktemp("stock"), ours=False),
+        results(released, tmp_path_factory.mktemp("ours"), ours=True),
     )
     assert ours == stock
     assert {name for name, outcome in ours.items() if outcome == "failed"} == MISSING

@@ -125,7 +125,8 @@ async def test_behind_a_url_with_a_marker_in_its_path(service: FakePrime, endpoi
         aiohttp.ClientSession() as client,
     ):
         assert server.tunnel is not None
-        assert base_url.endswith(server.tunnel.path_prefix) and server.tunnel.path_prefix
+        assert server.tunnel.path_prefix
+        assert base_url.endswith(server.tunnel.path_prefix)
         async with client.get(base_url + HEALTH_PATH) as health:
             assert (health.status, health.headers[IDENTITY_HEADER]) == (200, server.identity)
         for secret, expected in ((state_secret, 200), ("another", 401)):
