@@ -30,6 +30,8 @@ LEFT_OUT = (
     "agent_user",  # wants a box of its own: as root it changes users and files
     "acp_resume",  # installs agents
     # A rollout is some ten seconds of imports; these show no more of ours than others do.
+    "test_user[harness-in-subprocess]",
+    "test_tool[harness-in-subprocess-with-tool-colocated]",
     "response_image",
     "(user_sim and not tools)",
     "close_drains",
