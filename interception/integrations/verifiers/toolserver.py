@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 LAUNCHER_POLL = 1.0
@@ -58,6 +59,7 @@ def main() -> None:
     die_with(launcher)
     del sys.argv[:2]
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    sys.path.append(str(Path(__file__).parents[3]))  # where `tunnel` lies, should the launcher alone have known
     add_health_route()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
