@@ -54,7 +54,6 @@ class Model(Endpoint):
     CALLS: dict[str, tuple[int, dict[str, str]]] = {  # noqa: RUF012
         "back": (1, {"message": "hello world"}),
         "bump": (3, {}),
-        "snapshot": (1, {}),
         "bash": (1, {"command": "printf 'hello world' > answer.txt"}),
     }
 
