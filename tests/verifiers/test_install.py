@@ -207,10 +207,10 @@ async def test_spawned_env_server_workers_run_on_ours(
         process.start()
     seen = ""
     try:
-        await until(lambda: not addresses.empty(), timeout=120)
+        await until(lambda: not addresses.empty(), timeout=600)
         client = EnvClient(address=addresses.get())
         try:
-            await client.wait_for_server_startup(timeout=120)
+            await client.wait_for_server_startup(timeout=600)
             episode = await client.run(
                 client=eval_config.client,
                 model="echo",

@@ -55,15 +55,19 @@ async def test_the_same_through_tunnels(
     case: dict[str, Any], service: FakePrime, relay: RelayProcess, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     """verifiers' own through the stand-in of Prime's service, ours through that and over SSH."""
-    eval_config = config(endpoint, tmp_path, runtime="prime", **case)
-    stock = [outcome(trace) for trace in await traces(eval_config)]
+
+    async def outcomes(folder: str) -> list[dict[str, Any]]:
+        eval_config = config(endpoint, tmp_path / folder, runtime="prime", **case)
+        return [outcome(trace) for trace in await traces(eval_config)]
+
+    stock = await outcomes("stock")
     tunnels = len(service.created)
     assert tunnels == (2 if case["taskset"] == STAMP else 1)
     with installed(PRIME):
-        ours = [outcome(trace) for trace in await traces(eval_config)]
+        ours = await outcomes("ours")
     assert len(service.created) == 2 * tunnels
     with installed(Options(tunnel=await ssh(relay, "one"))):
-        over_ssh = [outcome(trace) for trace in await traces(eval_config)]
+        over_ssh = await outcomes("over ssh")
     assert len(service.created) == 2 * tunnels
     assert ours == over_ssh == stock
     assert all(trace["ok"] and trace["reward"] == 1.0 and trace["turns"] >= 1 for trace in stock)
