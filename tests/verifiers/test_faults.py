@@ -102,6 +102,7 @@ async def test_a_cut_of_the_ssh_tunnel_fails_no_rollout(
     assert endpoint.calls == 24
 
 
+@pytest.mark.gate
 async def test_rollouts_on_a_revoked_ssh_account_are_lost_and_no_others(
     relay: RelayProcess, endpoint: Endpoint, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ async def test_rollouts_on_a_revoked_ssh_account_are_lost_and_no_others(
     assert_none_lost_is_scored(found)
 
 
+@pytest.mark.gate
 async def test_the_rest_finish_on_a_replacement(service: FakePrime, endpoint: Endpoint, tmp_path: Path) -> None:
     eval_config = config(
         endpoint, tmp_path, TWELVE, harness="quick_harness", runtime="prime", interception=SMALL_POOL, max_concurrent=4
@@ -160,6 +162,7 @@ async def test_three_lines_of_config_run_the_lost_ones_again(
     assert by_error(found) == {"": 12}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("habit", ["swallow", "hangs"])
 async def test_a_harness_that_hides_the_loss_is_not_scored(
     habit: str, service: FakePrime, endpoint: Endpoint, tmp_path: Path

@@ -14,13 +14,13 @@ from interception.integrations.verifiers.server import Stock
 from tests.helpers import until
 from tests.interception.fakes import FakeTunnel, other_tasks
 from tests.prime import FakePrime
-from tests.verifiers.evals import Endpoint, config, new_session, traces
+from tests.verifiers.evals import Endpoint, config, session_of, traces
 from tests.verifiers.test_faults import POLICY, PRIME, by_error, expire_first
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, PrimeTunnelConfig
 
 
 async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
-    session = new_session(config(endpoint, tmp_path, "echo_words"))
+    session = session_of(config(endpoint, tmp_path, "echo_words"))
     server = InterceptionServer(None, False, ("shared",))
     async with server, server.acquire(session) as slot:
         base_url, model_secret, state_secret = slot
@@ -118,7 +118,7 @@ async def test_start_cancelled_twice_while_the_tunnel_comes_up_leaves_nothing_an
 async def test_behind_a_url_with_a_marker_in_its_path(service: FakePrime, endpoint: Endpoint, tmp_path: Path) -> None:
     options = Options(tunnel=PrimeTunnelConfig(policy=POLICY, mark="path"))
     eval_config = config(endpoint, tmp_path, {"id": "echo_words", "tasks": 2}, harness="quick_harness", runtime="prime")
-    session = new_session(eval_config)
+    session = session_of(eval_config)
     async with (
         InterceptionServer(requires_tunnel=True, options=options) as server,
         server.acquire(session) as (base_url, _, state_secret),
