@@ -1,5 +1,6 @@
 """`install()`, `make_interception` and the errors of both."""
 
+import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,11 @@ def looked_up() -> dict[str, Any]:
         "verifiers.v1.serve": ("serve_env",),
         "verifiers.v1.serve.pool": ("serve_env",),
     }
-    found = {f"{module}.{name}": getattr(sys.modules[module], name) for module, each in names.items() for name in each}
+    found = {
+        f"{module}.{name}": getattr(importlib.import_module(module), name)
+        for module, each in names.items()
+        for name in each
+    }
     found["verifiers.v1.harness.HarnessSession.turn"] = vf.HarnessSession.turn
     found["verifiers.v1.runtimes.subprocess.SubprocessRuntime.run_background"] = sys.modules[
         "verifiers.v1.runtimes.subprocess"
