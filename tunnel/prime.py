@@ -175,7 +175,7 @@ class PrimeTunnel(Tunnel):
         if self.config.keepalive == "ours" or self._client is None:
             return await super()._keep(client, local_url)
         try:
-            await self._client.sdk.keep_serving(self.health_path or "/")
+            await self._client.sdk.keep_serving(self.health_path or self.any_path)
         except prime_tunnel.TunnelGoneError as error:
             raise TunnelGoneError(str(error)) from error
         raise TunnelError("the SDK's keep_serving returned, which it should not")

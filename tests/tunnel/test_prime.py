@@ -247,8 +247,15 @@ class TestServing:
             assert await get(url) == 200
             assert (tunnel.state.name, tunnel.restarts, tunnel.gone) == ("serving", 0, None)
 
+    @pytest.mark.parametrize(("health_path", "asked"), [(HEALTH_PATH, HEALTH_PATH), (None, "/mcp")])
     async def test_the_sdks_own_keepalive_is_used_on_demand_and_started_again_should_it_fail(
-        self, service: FakePrime, local: Switch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        health_path: str | None,
+        asked: str,
+        service: FakePrime,
+        local: Switch,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         calls: list[str] = []
 
@@ -260,10 +267,12 @@ class TestServing:
                 await asyncio.Event().wait()
 
         monkeypatch.setattr(prime_tunnel, "Tunnel", NextSdk)
-        async with Watched(keepalive="sdk").expose(local.port) as url:
+        tunnel = Watched(keepalive="sdk")
+        tunnel.health_path, tunnel.any_path = health_path, "/mcp"
+        async with tunnel.expose(local.port) as url:
             await until(lambda: len(calls) == 2)
             assert await get(url) == 200
-        assert calls == [HEALTH_PATH] * 2
+        assert calls == [asked] * 2
         assert "the API is slow today" in caplog.text
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from interception.demo.relay_process import RelayProcess
 from tests.prime import FakePrime
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> None:
     """verifiers' `prime` runtime is a process of this host that cannot reach it but through a tunnel."""
     import verifiers.v1.runtimes as runtimes
 
-    from tests.verifiers.evals import RemoteSubprocess
+    from tests.verifiers.evals import with_remote
 
-    runtime_of = runtimes._runtime_cls
-    monkeypatch.setattr(
-        runtimes,
-        "_runtime_cls",
-        lambda config: RemoteSubprocess if config.type == "prime" else runtime_of(config),
-    )
+    monkeypatch.setattr(runtimes, "_runtime_cls", with_remote(runtimes._runtime_cls))
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[RelayProcess]:
+    async with RelayProcess(tmp_path) as relay:
+        yield relay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,4 +72,5 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKSETS), root]))
     monkeypatch.setenv("MOCK_KEY", "mock")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # each harness would compile its SDKs again
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

@@ -1,7 +1,6 @@
 """Remote evals whose tunnels are cut and revoked: who is lost, who is not, and what is never scored."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,6 @@ SMALL_POOL = {"type": "elastic", "multiplex": 4}
 TWELVE = {"id": "echo_words", "tasks": 12}
 LOST = "TunnelError"
 RETRIES = {"rules": [{"type": "TunnelError", "max_retries": 2}]}
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[RelayProcess]:
-    async with RelayProcess(tmp_path) as relay:
-        yield relay
 
 
 async def ssh(relay: RelayProcess, account: str) -> SshTunnelConfig:

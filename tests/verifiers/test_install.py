@@ -1,5 +1,6 @@
 """`install()`, `make_interception` and the errors of both."""
 
+import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from interception.integrations.verifiers import (
     make_interception,
     uninstall,
 )
-from tests.verifiers.evals import Endpoint, config, session_of
-from tunnel import HEALTH_PATH, IDENTITY_HEADER, CustomTunnelConfig, SshTunnelConfig
+from tests.verifiers.evals import Endpoint, config
+from tunnel import CustomTunnelConfig, SshTunnelConfig
 
 pytestmark = pytest.mark.gate
 
@@ -48,7 +49,11 @@ def looked_up() -> dict[str, Any]:
         "verifiers.v1.serve": ("serve_env",),
         "verifiers.v1.serve.pool": ("serve_env",),
     }
-    found = {f"{module}.{name}": getattr(sys.modules[module], name) for module, each in names.items() for name in each}
+    found = {
+        f"{module}.{name}": getattr(importlib.import_module(module), name)
+        for module, each in names.items()
+        for name in each
+    }
     found["verifiers.v1.harness.HarnessSession.turn"] = vf.HarnessSession.turn
     found["verifiers.v1.runtimes.subprocess.SubprocessRuntime.run_background"] = sys.modules[
         "verifiers.v1.runtimes.subprocess"
@@ -168,41 +173,6 @@ async def test_make_agent_runs_on_our_pool_without_any_installation(endpoint: En
     assert trace.ok
     assert trace.num_turns == 2
     assert trace.reward == 1.0
-
-
-async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
-    import aiohttp
-
-    session = session_of(config(endpoint, tmp_path, "echo_words"))
-    server = InterceptionServer(None, False, ("shared",))
-    async with server, server.acquire(session) as slot:
-        base_url, model_secret, state_secret = slot
-        assert type(slot) is tuple
-        assert base_url == server.base_url == f"http://127.0.0.1:{server.port}"
-        assert server.sessions == {model_secret: session}
-        assert server.state_sessions == {state_secret: session}
-        assert server.state_routes == {session.trace.id: session}
-        assert len(server.clients) == server.load == 1
-        assert server.state_service_secrets == frozenset({"shared"})
-        assert server.healthy
-        assert server.serving
-        async with aiohttp.ClientSession() as client, client.get(base_url + HEALTH_PATH) as health:
-            assert (health.status, await health.text()) == (200, "ok")
-            assert health.headers[IDENTITY_HEADER] == server.identity
-        await server.start()  # idempotent
-    assert server.load == 0
-    assert session.released
-    await server.stop()
-
-
-async def test_a_version_that_moved_the_seam_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interception.integrations.verifiers.server import Stock
-
-    async def start(self: Any) -> None: ...
-
-    monkeypatch.setattr(Stock, "start", start)
-    with pytest.raises(RuntimeError, match="health route"):
-        await InterceptionServer().start()
 
 
 async def test_a_pool_that_cannot_start_says_so_in_verifiers_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """Tool servers on this host for harnesses elsewhere: their tunnels, their health route, and who hears of their loss."""
 
 import asyncio
+import os
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,8 @@ from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
 
 from interception.integrations.verifiers import installed
 from interception.integrations.verifiers.losses import Watch, forget, watch
+from interception.integrations.verifiers.tools import with_health_route
+from tests.envserver.processes import alive
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
 from tests.verifiers.evals import Endpoint, config, traces
@@ -134,9 +139,46 @@ async def test_a_refused_tunnel_is_verifiers_own_error(service: FakePrime) -> No
             pass
 
 
-async def test_other_background_programs_are_left_alone(tmp_path: Path) -> None:
-    import sys
+LAUNCHER = """
+import os, subprocess, sys
+argv = [str(os.getpid()) if word == "LAUNCHER" else word for word in sys.argv[1:]]
+print(subprocess.Popen(argv, start_new_session=True).pid, flush=True)
+sys.stdin.read()
+"""
 
+
+@pytest.mark.parametrize("when", ["at once", "once it serves"])
+async def test_a_tool_server_whose_launcher_is_killed_is_gone(when: str, tmp_path: Path) -> None:
+    argv: list[str] = []
+
+    async def run_background(self: object, command: list[str], env: dict[str, str], log: str) -> None:
+        argv.extend("LAUNCHER" if word == str(os.getpid()) else word for word in command)
+
+    await with_health_route(run_background)(None, [sys.executable, "-m", "stays"], {"VF_CONFIG": "{}"}, "log")
+    assert "LAUNCHER" in argv
+    launcher = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LAUNCHER, *argv),
+        cwd=tmp_path,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert launcher.stdout is not None
+    tool_server = int(await launcher.stdout.readline())
+    try:
+        if when == "once it serves":
+            await until((tmp_path / "serves").exists, timeout=120)
+        launcher.kill()
+        await launcher.wait()
+        await until(lambda: not alive(tool_server))
+        if when == "once it serves":
+            started = int((tmp_path / "serves").read_text())
+            await until(lambda: not alive(started))
+    finally:
+        if alive(tool_server):
+            os.killpg(tool_server, signal.SIGKILL)
+
+
+async def test_other_background_programs_are_left_alone(tmp_path: Path) -> None:
     with installed():
         async with provision_runtime(SubprocessConfig()) as runtime:
             await runtime.run_background([sys.executable, "-c", "print('as it was')"], {}, "log")

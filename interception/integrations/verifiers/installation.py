@@ -47,9 +47,10 @@ IMPORTERS = {
 imported one are found by looking at all that are loaded."""
 
 KEPT = {
-    "InterceptionServer": ("verifiers.v1.interception.server", "verifiers.v1.interception.pool"),
+    "InterceptionServer": ("verifiers.v1.interception.server", "verifiers.v1.interception.pool", "verifiers.v1.agent"),
 }
-"""Modules that keep verifiers' own: ours is made of it, and whoever asks for verifiers' pools by name gets them."""
+"""Modules that keep verifiers' own: ours is made of it, and whoever asks for verifiers' pools by name gets them. An
+agent gets what is said below."""
 
 WHERE_NAMED_ONLY = ("PrimeTunnel",)
 """Replaced in the modules above alone: elsewhere it is not for a tool server."""
@@ -114,7 +115,10 @@ def install(options: Options | None = None) -> Installation:
     from interception.integrations.verifiers.serve import serve_env
 
     try:
-        made._replace_everywhere("make_interception", functools.partial(make_interception, options=options))
+        own = functools.partial(make_interception, options=options)
+        # The server that an entered agent keeps for itself: as a pool, for it to have another once that one is lost.
+        made._replace(sys.modules["verifiers.v1.agent"], "InterceptionServer", own)
+        made._replace_everywhere("make_interception", own)
         made._replace_everywhere("InterceptionServer", server)
         made._replace_everywhere("PrimeTunnel", tool_tunnel)
         made._replace_everywhere("serve_tools", told(_named("verifiers.v1.mcp.launch:serve_tools")))

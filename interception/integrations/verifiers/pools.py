@@ -58,6 +58,11 @@ class _Pool(Interception):  # type: ignore[misc] # untyped
         """Where its rollouts are, and why one waits."""
         return self.pool.stats()
 
+    @property
+    def tunnel(self) -> object | None:
+        """What an entered agent of verifiers asks of the server it keeps: not None if it is reached from elsewhere."""
+        return self.options.tunnel if self.requires_tunnel else None
+
     async def start(self) -> None:
         with as_theirs():
             await self.pool.start()

@@ -19,9 +19,12 @@ from interception.integrations.verifiers.losses import Watch, as_theirs, forget,
 from interception.integrations.verifiers.options import Options, as_ours
 from interception.integrations.verifiers.verdict import serves
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
-from tunnel.teardown import run_to_end
+from tunnel.teardown import cancel_and_wait, protected, run_to_end
 
 logger = logging.getLogger("interception")
+
+LISTEN_POLL = 0.02
+"""Seconds between two looks whether a server that is no longer wanted listens yet."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -76,7 +79,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
                 self.tunnel.in_use = lambda: self.load > 0
                 self.tunnel.in_flight = lambda: self.in_flight
             try:
-                await super().start()
+                await self._listen_and_expose()
                 if not self._has_health_route:
                     raise RuntimeError(
                         "this version of verifiers does not keep its server's web runner in `runner`, where the "
@@ -89,6 +92,22 @@ class Member(Stock):  # type: ignore[misc] # untyped
                 await run_to_end(self.stack.aclose())
                 raise
             self._started = True
+
+    async def _listen_and_expose(self) -> None:
+        self.port = 0
+        starting = protected(super().start())
+        try:
+            await asyncio.wait([starting])
+        except asyncio.CancelledError:
+            await run_to_end(self._break_off(starting))
+            raise
+        starting.result()
+
+    async def _break_off(self, starting: "asyncio.Task[None]") -> None:
+        # Cancelled while it opens its listener, verifiers' start would leave one that nobody knows of.
+        while not starting.done() and not self.port:
+            await asyncio.wait([starting], timeout=LISTEN_POLL)
+        await cancel_and_wait(starting)
 
     async def stop(self) -> None:
         """Releases everything; rollouts still on it end with a `TunnelError`."""

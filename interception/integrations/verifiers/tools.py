@@ -1,11 +1,12 @@
 """Tool servers that a remote harness reaches through a tunnel: kept serving, their loss told to whom it concerns."""
 
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from verifiers.v1.errors import TunnelError as TheirTunnelError
@@ -17,22 +18,13 @@ from tunnel.probe import probe
 
 logger = logging.getLogger("interception")
 
-LAUNCHER = "interception.integrations.verifiers.toolserver"
+TOOL_SERVER = Path(__file__).with_name("toolserver.py")
 
 HEALTH_TIMEOUT = 5.0
 """Seconds to find out whether a tool server on this host has the health route."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """Whose tool servers are being started."""
-
-    trace_id: str
-    remote: bool
-    """Its harness does not reach this host's loopback."""
-
-
-_served: ContextVar[_Served | None] = ContextVar("interception_verifiers_served", default=None)
+_served: ContextVar[str | None] = ContextVar("interception_verifiers_served", default=None)
+"""The id of the trace whose tool servers are being started; None: shared ones."""
 
 _lost_shared: dict[str, str] = {}
 """Public URLs of shared tool servers whose tunnel was lost, with why, until they are stopped."""
@@ -66,10 +58,10 @@ class ToolTunnel:
             yield url
 
 
-def _tell(served: _Served | None, url: str, gone: TunnelGoneError | None) -> None:
+def _tell(served: str | None, url: str, gone: TunnelGoneError | None) -> None:
     reason = f"the tunnel of a tool server was lost: {gone}"
     if served is not None:
-        if (watched := watch_of(served.trace_id)) is not None:
+        if (watched := watch_of(served)) is not None:
             watched.lose(reason, gone)
         return
     # Nobody restarts a shared tool server: whoever needs it fails, and the eval goes on.
@@ -103,7 +95,7 @@ def told(serve_tools: ServeTools) -> ServeTools:
                     raise TheirTunnelError(reason)
         async with AsyncExitStack() as stack:
             # Only while they are started: the rest of the rollout's task is not about tool servers.
-            token = _served.set(_Served(trace_id, remote=not harness_runtime.is_local))
+            token = _served.set(trace_id)
             try:
                 urls = await stack.enter_async_context(serve_tools(toolsets, harness_runtime, shared, **kwargs))
             finally:
@@ -117,13 +109,12 @@ RunBackground = Callable[..., Awaitable[None]]
 
 
 def with_health_route(run_background: RunBackground) -> RunBackground:
-    """A subprocess runtime's `run_background` that starts tool servers by our launcher, which adds the health route."""
+    """A subprocess runtime's `run_background` that starts tool servers by ours, which adds the health route and ends
+    with this process."""
 
     async def run_background_with_health_route(self: Any, argv: list[str], env: dict[str, str], log: str) -> None:
-        served = _served.get()
-        is_tool_server = "VF_CONFIG" in env and len(argv) == 3 and argv[:2] == [sys.executable, "-m"]
-        if is_tool_server and (served is None or served.remote):
-            argv = [sys.executable, "-m", LAUNCHER, argv[2]]
+        if "VF_CONFIG" in env and len(argv) == 3 and argv[:2] == [sys.executable, "-m"]:
+            argv = [sys.executable, "-P", str(TOOL_SERVER), str(os.getpid()), argv[2]]
         await run_background(self, argv, env, log)
 
     return run_background_with_health_route
