@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import pydantic_core
@@ -32,6 +33,9 @@ REASONS_LOOKED_AT = 1000
 ETAG_LIST = re.compile(r'\s*(?:W/)?"[^"\x00-\x20]*"\s*(?:,\s*(?:W/)?"[^"\x00-\x20]*"\s*)*')
 
 
+JSON: TypeAdapter[Any] = TypeAdapter(JsonValue, config=ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants"))
+
+
 class SharedState:
     """The state of one rollout, as its `RolloutSession` holds it, and what has been written to it.
 
@@ -43,11 +47,7 @@ class SharedState:
         if kind is None and isinstance(value, BaseModel):
             kind = type(value)
         self._typed = kind is not None
-        self._adapter: TypeAdapter[Any] = (
-            TypeAdapter(kind)
-            if self._typed
-            else TypeAdapter(JsonValue, config=ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants"))
-        )
+        self._adapter = JSON if kind is None else _adapter_of(kind)
         self.value = self._initial(value)
         self.written()  # said now, not when the first tool asks
         self._writes: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
@@ -107,6 +107,18 @@ class SharedState:
             raise Failure(400, f"the state is not of its type: {reasons(error)}") from None
         except ValueError as error:
             raise Failure(400, f"the state is not JSON: {error}") from None
+
+
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    try:
+        return _kept_adapter(kind)
+    except TypeError:  # some types cannot be hashed
+        return TypeAdapter(kind)
+
+
+@lru_cache(maxsize=64)
+def _kept_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)  # takes 3 ms: too long for each of a thousand rollouts
 
 
 def as_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
