@@ -104,6 +104,7 @@ def serve_env(
     death_pipe: Any = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    drain_timeout: float = DRAIN_TIMEOUT,
     kill_blocked_after: float | None = None,
     metrics_port: int | None = None,
     min_workers: int = 1,
@@ -128,8 +129,8 @@ def serve_env(
     that file from now on. `metrics_port`: its numbers are at `http://127.0.0.1:PORT/metrics` for Prometheus (extra
     `prometheus`; 0 is any free port, which the log tells).
 
-    At the first signal no new run is taken, and those under way get 30 seconds; a second one ends the wait, more have
-    no effect. Raises `EnvServerError` if it cannot be served.
+    At the first signal no new run is taken, and those under way get `drain_timeout` seconds; a second one ends the
+    wait, more have no effect. Raises `EnvServerError` if it cannot be served.
     """
     if log_path is not None:
         _redirect_output(log_path)
@@ -156,7 +157,7 @@ def serve_env(
             max_worker_rss=max_worker_rss,
             max_worker_age=max_worker_age,
         )
-        serve_until_told(server, ready=ready, metrics_port=metrics_port)
+        serve_until_told(server, ready=ready, drain_timeout=drain_timeout, metrics_port=metrics_port)
     except BaseException:
         if log_path is not None:
             with contextlib.suppress(OSError):
