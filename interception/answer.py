@@ -16,6 +16,7 @@ from interception.policy import ServingPolicy
 from interception.session import RolloutSession
 from interception.sse import SseEvent, SseParser, dumps, loads
 from interception.turn import Call, Exchange, Failure
+from interception.wire import UpstreamAnswer
 
 logger = logging.getLogger("interception")
 
@@ -37,7 +38,7 @@ class AnswerReader:
         self._exchange = exchange
         self._policy = policy
 
-    async def read(self, response: aiohttp.ClientResponse) -> None:
+    async def read(self, response: UpstreamAnswer) -> None:
         """The whole answer. Raises `Failure` for one that is no success, or not whole."""
         if response.status >= 300:
             try:
@@ -52,7 +53,7 @@ class AnswerReader:
 
     # -- not streamed --------------------------------------------------------------------------
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, response: UpstreamAnswer) -> None:
         exchange = self._exchange
         exchange.attempt.status = response.status
         exchange.attempt.first_byte = time.time()
@@ -78,7 +79,7 @@ class AnswerReader:
 
     # -- streamed ------------------------------------------------------------------------------
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, response: UpstreamAnswer) -> None:
         call, exchange = self._call, self._exchange
         stream = call.new_stream()
         parser = SseParser()
@@ -138,9 +139,7 @@ class AnswerReader:
         if phase is Phase.CLOSING and changed is None and not response.content.at_eof():
             await self._rest(response, parser, stream.usage_chunk)
 
-    async def _rest(
-        self, response: aiohttp.ClientResponse, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]
-    ) -> None:
+    async def _rest(self, response: UpstreamAnswer, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]) -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
             while chunk := await response.content.readany():

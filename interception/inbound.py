@@ -35,7 +35,7 @@ LONG_NUMBER: Final = b"0" * 19
 # -- reading ---------------------------------------------------------------------------------------
 
 
-async def read_body(request: web.Request, cap: int) -> bytes:
+async def read_body(request: web.BaseRequest, cap: int) -> bytes:
     """The body, decoded. The server is run with `auto_decompress` off: aiohttp answers for what it cannot decode
     before any handler is asked, in no dialect's shape, and leaves the connection unusable.
 
@@ -65,7 +65,7 @@ async def read_body(request: web.Request, cap: int) -> bytes:
     return b"".join(parts)
 
 
-async def _next_chunk(request: web.Request) -> bytes:
+async def _next_chunk(request: web.BaseRequest) -> bytes:
     try:
         async with asyncio.timeout(SILENCE):
             return await request.content.readany()
@@ -73,7 +73,7 @@ async def _next_chunk(request: web.Request) -> bytes:
         raise Failure(408, f"nothing came of the request body for {SILENCE:g} s, or it is malformed") from None
 
 
-async def drain(request: web.Request) -> None:
+async def drain(request: web.BaseRequest) -> None:
     """Read what is left of a refused body, so that the connection stays usable."""
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT):

@@ -17,7 +17,7 @@ logger = logging.getLogger("interception")
 
 
 async def serve(
-    request: web.Request,
+    request: web.BaseRequest,
     call: Call,
     exchange: Exchange,
     *,
@@ -56,7 +56,7 @@ async def serve(
         call.readers -= 1
 
 
-async def _body(request: web.Request, call: Call, exchange: Exchange) -> web.StreamResponse:
+async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web.StreamResponse:
     """An answer that is there already."""
     if exchange.failure is not None:
         exchange.failure.call_id = exchange.attempt.call_id
@@ -72,7 +72,9 @@ async def _body(request: web.Request, call: Call, exchange: Exchange) -> web.Str
     return response
 
 
-async def _padded(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
+async def _padded(
+    request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
+) -> web.StreamResponse:
     """A slow answer behind an edge that will not wait: begun with white space, which is no change to JSON."""
     response = web.StreamResponse(status=200, headers=_headers(exchange, "application/json"))
     await response.prepare(request)
@@ -91,7 +93,9 @@ async def _padded(request: web.Request, call: Call, exchange: Exchange, policy: 
     return response
 
 
-async def _stream(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
+async def _stream(
+    request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
+) -> web.StreamResponse:
     headers = {**_headers(exchange, "text/event-stream"), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     response = web.StreamResponse(status=200, headers=headers)
     await response.prepare(request)
@@ -148,7 +152,7 @@ def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> w
     )
 
 
-def abort(request: web.Request) -> None:
+def abort(request: web.BaseRequest) -> None:
     """Cut the connection: what was sent so far is not the end."""
     if request.transport is not None:
         request.transport.abort()
