@@ -5,6 +5,7 @@ import time
 
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from interception.base import CALL_ID_HEADER
 from interception.dialects.base import Dialect, Stream
@@ -66,8 +67,7 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
     response = web.StreamResponse(status=exchange.head.status, headers=_headers(exchange, "application/json"))
     response.content_length = len(body)
     await response.prepare(request)
-    await response.write(body)
-    await response.write_eof()
+    await response.write_eof(body)
     call.turn.delivered = True
     return response
 
@@ -96,7 +96,8 @@ async def _padded(
 async def _stream(
     request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
 ) -> web.StreamResponse:
-    headers = {**_headers(exchange, "text/event-stream"), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    headers = _headers(exchange, "text/event-stream")
+    headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     response = web.StreamResponse(status=200, headers=headers)
     await response.prepare(request)
     unread = call.new_stream()  # what stands for the upstream's stream until that begins
@@ -132,12 +133,11 @@ def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:
     return exchange.head.stream or unread if exchange.head is not None else unread
 
 
-def _headers(exchange: Exchange, content_type: str) -> dict[str, str]:
-    upstream = to_client(exchange.head.headers) if exchange.head is not None else {}
-    ours = {"Content-Type": content_type, CALL_ID_HEADER: exchange.attempt.call_id}
-    # Under their own spelling an upstream's headers would stand beside ours.
-    taken = {name.lower() for name in ours}
-    return {**{name: value for name, value in upstream.items() if name.lower() not in taken}, **ours}
+def _headers(exchange: Exchange, content_type: str) -> CIMultiDict[str]:
+    headers = to_client(exchange.head.headers) if exchange.head is not None else CIMultiDict[str]()
+    headers["Content-Type"] = content_type
+    headers[CALL_ID_HEADER] = exchange.attempt.call_id
+    return headers
 
 
 def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:

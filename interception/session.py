@@ -18,7 +18,7 @@ from interception.limits import RolloutLimits
 from interception.sse import dumps
 from interception.state import SharedState
 from interception.trace import Trace, Turn
-from interception.turn import Call, Failure, refused_for_good
+from interception.turn import Failure, refused_for_good
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("interception")
@@ -290,13 +290,10 @@ class RolloutSession:
     def check_turn(self) -> None:
         """Whether another turn may begin; raises the `Failure` that says why not."""
         self.check_open()
-        if not self._stopped and (limit := self.limits.reached(self.trace.turns, self._in_flight())):
+        if not self._stopped and (limit := self.limits.reached(self.trace.turns, self.ledger.in_flight)):
             self.stop(limit)
         if self._stopped:
             raise Failure(400, f"the rollout was stopped: {self.stop_condition}")
-
-    def _in_flight(self) -> list[Call]:
-        return [call for call in self.ledger if call.open]
 
     def recorded(self, turn: Turn, dialect: Dialect, answer: Mapping[str, Any]) -> None:
         """A turn's answer was recorded, and is about to be served."""
