@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -22,6 +21,9 @@ logger = logging.getLogger("interception")
 
 SLICE = 64 * 1024
 """Bytes of a stream that are read without letting others run: a small gzip can be a hundred thousand events."""
+
+BATCH = 256
+"""Events that are looked at without letting others run."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -98,16 +100,22 @@ class AnswerReader:
         broken: Exception | None = None
         while phase in (Phase.OPEN, Phase.CLOSING):
             try:
-                async with asyncio.timeout(self._policy.hold if phase is Phase.CLOSING else None):
-                    chunk = await response.content.readany()
+                chunk = await self._next(response, self._policy.hold if phase is Phase.CLOSING else None)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            async for event in _events(parser, chunk):
-                phase = stream.feed(event)
-                # Comments and the like are no beginning: what follows them may still be an error with a status.
-                begun = begun or (phase is Phase.OPEN and event.data is not None)
-                if not (call.withhold_usage and stream.usage_chunk(event)):
-                    (free if phase is Phase.OPEN else held).append(event.raw)
+            async for events in _batches(parser, chunk):
+                for event in events:
+                    if phase is Phase.OPEN and stream.repeats(event):
+                        begun = True
+                        free.append(event.raw)
+                        continue
+                    phase = stream.feed(event)
+                    # Comments and the like are no beginning: what follows them may still be an error with a status.
+                    begun = begun or (phase is Phase.OPEN and event.data is not None)
+                    if not (call.withhold_usage and stream.usage_chunk(event)):
+                        (free if phase is Phase.OPEN else held).append(event.raw)
+                    if phase is Phase.FAILED:
+                        break
                 if phase is Phase.FAILED:
                     break
             if begun and not hooked:
@@ -139,6 +147,12 @@ class AnswerReader:
         if phase is Phase.CLOSING and changed is None and not response.content.at_eof():
             await self._rest(response, parser, stream.usage_chunk)
 
+    async def _next(self, response: UpstreamAnswer, timeout: float | None) -> bytes:
+        if timeout is None:
+            return await response.content.readany()
+        async with asyncio.timeout(timeout):
+            return await response.content.readany()
+
     async def _rest(self, response: UpstreamAnswer, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]) -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
@@ -147,7 +161,8 @@ class AnswerReader:
                     b"".join(
                         [
                             event.raw
-                            async for event in _events(parser, chunk)
+                            async for events in _batches(parser, chunk)
+                            for event in events
                             if not (self._call.withhold_usage and usage_chunk(event))
                         ]
                     )
@@ -207,19 +222,19 @@ class AnswerReader:
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
 
 
-async def _events(parser: SseParser, chunk: bytes) -> AsyncIterator[SseEvent]:
+async def _batches(parser: SseParser, chunk: bytes) -> AsyncIterator[list[SseEvent]]:
     """The events that `chunk` completes, others running in between; for an empty one what the stream ended with."""
     if not chunk:
-        for event in _rest_of(parser):
-            yield event
+        yield list(_rest_of(parser))
         return
     for start in range(0, len(chunk), SLICE):
         if start:
             await asyncio.sleep(0)
-        for number, event in enumerate(parser.feed(chunk[start : start + SLICE]), 1):
-            if number % 256 == 0:
+        events = parser.feed(chunk[start : start + SLICE])
+        for first in range(0, len(events), BATCH):
+            if first:
                 await asyncio.sleep(0)
-            yield event
+            yield events[first : first + BATCH]
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
@@ -229,7 +244,7 @@ def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
             yield event
         elif event.json is not None or (event.data or "").strip() == "[DONE]":
             # It lacks only its blank line, without which SDKs drop it.
-            yield replace(event, raw=event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
+            yield SseEvent(event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
 
 
 def parsed(body: bytes) -> dict[str, Any] | None:

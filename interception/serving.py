@@ -63,11 +63,11 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
         exchange.failure.call_id = exchange.attempt.call_id
         raise exchange.failure
     assert exchange.head is not None
-    body = exchange.body
-    response = web.StreamResponse(status=exchange.head.status, headers=_headers(exchange, "application/json"))
-    response.content_length = len(body)
+    headers = _headers(exchange, "application/json")
+    # Not as a StreamResponse, which sends its headers by themselves.
+    response = web.Response(status=exchange.head.status, body=exchange.body, headers=headers)
     await response.prepare(request)
-    await response.write_eof(body)
+    await response.write_eof()
     call.turn.delivered = True
     return response
 
@@ -109,8 +109,11 @@ async def _stream(
             events = b"".join(fresh)
             if exchange.head is not None and exchange.head.stream is None:
                 events = call.rendered(loads(events))  # begun as a stream, and then answered as none
-            await response.write(events)
             sent += len(fresh)
+            if exchange.ended and exchange.failure is None:
+                await response.write_eof(events)  # in one write
+            else:
+                await response.write(events)
             spoke = time.monotonic()
             if exchange.terminal is not None and sent > exchange.terminal and exchange.failure is None:
                 call.turn.delivered = True

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from interception.sse import Json, SseEvent, loads
+import orjson
+
+from interception.sse import Json, SseEvent, dumps, loads
 from interception.usage import Usage
 
 COMMENT: Final = b": k\n"
 """A keepalive all SSE readers drop. No blank line of its own: after an `id:` line that would be an empty event."""
+
+REFRAINS: Final = 16
+"""Events of a stream in which it is looked for a refrain: some have a number in each, and none."""
+
+PROBE: Final = b'"\\u0000"'
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
@@ -30,6 +37,49 @@ class Phase(enum.Enum):
         return self in (Phase.DONE, Phase.FAILED)
 
 
+class Refrain:
+    """An event that comes again and again, each time with another text in one place: most of a stream.
+
+    What follows it is told by its bytes alone, and only that text is read: a tenth of what a whole event takes.
+    """
+
+    __slots__ = ("_pieces", "_prefix", "_suffix")
+
+    def __init__(self, prefix: bytes, suffix: bytes, pieces: list[str]) -> None:
+        self._prefix = prefix
+        self._suffix = suffix
+        self._pieces = pieces
+
+    @classmethod
+    def of(cls, event: SseEvent, name: str, text: str, pieces: list[str]) -> "Refrain | None":
+        """That of `event`, whose field `name` is the text, whose later ones go to `pieces`. None if it is not sure
+        where in the event the text stands."""
+        place = b'"%b":' % name.encode()
+        start, literal = event.raw.rfind(place) + len(place), orjson.dumps(text)
+        start += event.raw[start : start + 1] == b" "
+        if start < len(place) or not event.raw.startswith(literal, start):
+            return None
+        prefix, suffix = event.raw[:start], event.raw[start + len(literal) :]
+        probed = SseEvent(prefix + PROBE + suffix).json
+        # Written out, so that what is elsewhere in the event is compared, too, and in order.
+        if probed is None or event.json is None or dumps(probed) != dumps(event.json).replace(literal, PROBE):
+            return None
+        return cls(prefix, suffix, pieces)
+
+    def taken(self, raw: bytes) -> bool:
+        """Whether `raw` is it again; its text is with the pieces then."""
+        if not (raw.startswith(self._prefix) and raw.endswith(self._suffix)):
+            return False
+        try:
+            text = orjson.loads(raw[len(self._prefix) : -len(self._suffix)])
+        except orjson.JSONDecodeError:
+            return False
+        if type(text) is not str:
+            return False
+        self._pieces.append(text)
+        return True
+
+
 class Stream(ABC):
     """Reads one streamed answer. Nothing in it raises for what the upstream sent, however odd."""
 
@@ -40,11 +90,21 @@ class Stream(ABC):
         self._error: str | None = None
         self._error_status: int | None = None
         self._error_shown = False
+        self._refrain: Refrain | None = None
+        self._refrains_left = REFRAINS
+
+    def repeats(self, event: SseEvent) -> bool:
+        """Take `event` if it is the last one again with another text: an open stream stays open with it."""
+        if self._refrain is None or not self._refrain.taken(event.raw):
+            return False
+        self.events += 1
+        return True
 
     def feed(self, event: SseEvent) -> Phase:
         """Take the next event, and say how far the answer has come with it. DONE and FAILED are final."""
         if event.data is not None:
             self.events += 1
+            self._refrain = None
             if not self.phase.ended:
                 phase = self._read(event, event.data)
                 # Closing lasts until the end, whatever else comes.
@@ -74,6 +134,13 @@ class Stream(ABC):
     @abstractmethod
     def _read(self, event: SseEvent, data: str) -> Phase:
         """Take an event with data; the phase it brings about, OPEN if it changes none."""
+
+    def _may_repeat(self, event: SseEvent, name: str, text: str, pieces: object) -> None:
+        """`event` added nothing but `text`, its field `name`, to `pieces`, and had it nothing but another text, the
+        same would hold."""
+        if self._refrains_left and isinstance(pieces, Pieces):
+            self._refrains_left -= 1
+            self._refrain = Refrain.of(event, name, text, pieces)
 
     def _failed(self, error: Json | None, text: str, *, shown: bool) -> Phase:
         """`error`: the object that has the error, or is one; `text`: what came, should there be no message in it."""
