@@ -104,19 +104,21 @@ class AnswerReader:
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
             async for events in _batches(parser, chunk):
-                for event in events:
-                    if phase is Phase.OPEN and stream.repeats(event):
+                at = 0
+                while at < len(events) and stream.phase is not Phase.FAILED:
+                    if phase is Phase.OPEN and (repeated := stream.repeats(events[at:])):
                         begun = True
-                        free.append(event.raw)
+                        free += [event.raw for event in events[at : at + repeated]]
+                        at += repeated
                         continue
+                    event = events[at]
+                    at += 1
                     phase = stream.feed(event)
                     # Comments and the like are no beginning: what follows them may still be an error with a status.
                     begun = begun or (phase is Phase.OPEN and event.data is not None)
                     if not (call.withhold_usage and stream.usage_chunk(event)):
                         (free if phase is Phase.OPEN else held).append(event.raw)
-                    if phase is Phase.FAILED:
-                        break
-                if phase is Phase.FAILED:
+                if stream.phase is Phase.FAILED:
                     break
             if begun and not hooked:
                 exchange.release(b"".join(free))

@@ -166,7 +166,7 @@ def _decoder(encoding: str) -> _Decoder | None:
 async def as_object(body: bytes) -> dict[str, Any]:
     """The JSON object that the body is, with NaN and the like, which engines take; else `Failure` 400."""
     try:
-        asked = _exactly(body)
+        asked = exactly(body)
     except (ValueError, RecursionError) as error:
         raise Failure(400, f"the request body is not JSON: {error}") from None
     if not isinstance(asked, dict):
@@ -188,7 +188,8 @@ def written(asked: dict[str, Any]) -> bytes:
     return text
 
 
-def _exactly(body: bytes) -> Any:
+def exactly(body: bytes) -> Any:
+    """The JSON value that `body` is, its integers of any size. ValueError, RecursionError."""
     try:
         # orjson would make a float of an integer over 64 bits.
         return msgspec.json.decode(body)

@@ -19,7 +19,7 @@ Entries are bytes in flat containers: nothing here is work for the garbage colle
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -44,6 +44,17 @@ SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
+class Stored(NamedTuple):
+    """The entries of a request."""
+
+    request: int
+    """Of all but its messages."""
+    messages: int | None
+    """None: it has no list of them."""
+    items: list[int]
+    """Of each message."""
+
+
 class Bodies:
     """The bodies of one trace. Append-only: what has been given out stays readable."""
 
@@ -61,25 +72,34 @@ class Bodies:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def put_request(self, request: dict[str, Any], messages_field: str) -> tuple[int, int | None]:
-        """The entries of a request without its messages, and of the messages (None: it has no list of them)."""
+    def put_request(self, request: dict[str, Any], messages_field: str) -> Stored:
+        """The entries of a request."""
         messages: int | None = None
+        items: list[int] = []
         fields: list[bytes] = []
         for name, value in request.items():
             key = self._dump(name)
             if not fields and key.startswith(NUL_KEY[1:]):
                 key = ESCAPED_NUL_KEY[1:] + key[len(NUL_KEY) - 1 :]
             if _is_sequence(value):
-                text = self._sequence([self.put(item) for item in value])
+                numbers = [self.put(item) for item in value]
+                text = self._sequence(numbers)
                 if name == messages_field:
-                    messages = self._put(text)
+                    messages, items = self._put(text), numbers
                     text = MESSAGES
                 text = b"[" + text + b"]"
             else:
                 text = self._dump(value)
                 text = _refer([self._put_text(text)]) if len(text) > INLINE else _escape(text)
             fields.append(key + b":" + text)
-        return self._put(b"{" + b",".join(fields) + b"}"), messages
+        return Stored(self._put(b"{" + b",".join(fields) + b"}"), messages, items)
+
+    def extend(self, stored: Stored, added: Sequence[Any]) -> Stored:
+        """The entries of a request that has further messages at its end."""
+        if not added:
+            return stored
+        items = [*stored.items, *[self.put(item) for item in added]]
+        return Stored(stored.request, self._put(self._sequence(items)), items)
 
     def put(self, value: Any) -> int:
         """The entry of a value. ValueError: it is nested too deeply; TypeError: it is not JSON."""

@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import xxhash
 from aiohttp import web
 from multidict import CIMultiDict
 from pydantic_core import to_json
@@ -17,6 +15,7 @@ from pydantic_core import to_json
 from interception.answer import AnswerReader
 from interception.base import CALL_ID_HEADER, STATE_ROUTE_HEADER
 from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
+from interception.growth import Request, digest_of
 from interception.headers import secret_of, to_client, to_upstream
 from interception.hooks import run_request_hooks
 from interception.inbound import as_object, drain, read_body, written
@@ -35,10 +34,6 @@ logger = logging.getLogger("interception")
 
 SESSION_HEADER = "X-Session-ID"
 """Sent upstream: routers keep a session's calls on one engine by it."""
-
-SEED = secrets.randbits(64)
-"""Of the digests by which retries are told. They keep bodies of one session apart, and need not withstand more than
-chance; blake2b takes sixty times as long, a tenth of the turn for a body of 100 kB."""
 
 PATHS_COUNTED = 100
 """Routes that are not served and yet asked for which a session tells apart."""
@@ -311,7 +306,7 @@ class Routes:
         """
         raw = await read_body(request, self._policy.body_cap)
         arrived = time.monotonic()
-        digest = _digest(raw)
+        digest = digest_of(raw)
         session.check_open()
         marked, key = _is_retry(request.headers), request.headers.get("Idempotency-Key") or None
         if marked or key is not None:
@@ -341,23 +336,12 @@ class Routes:
         queued: float,
         key: str | None,
     ) -> Call:
-        asked = await as_object(raw)
-        wanted = {**session.sampling, **({"model": session.model} if session.model else {})}
-        asked.update(wanted)
         session.check_turn()
-        if session.on_request:
-            asked = await run_request_hooks(session, asked)
-            session.check_turn()  # another call may have begun, or the rollout ended, while the hooks ran
-        streamed = asked.get("stream") is True
-        sent = asked
-        withhold = streamed and self._policy.request_usage and not dialect.wants_usage(asked)
-        if withhold:
-            sent = dialect.with_usage(asked)
-        body = written(sent) if _rewrites(session) or withhold else raw
+        wanted = {**session.sampling, **({"model": session.model} if session.model else {})}
         try:
-            turn = session.trace.begin(
-                dialect=dialect.name, request=asked, messages_field=dialect.messages_field, streamed=streamed
-            )
+            made = None if session.on_request else session.growth.again(dialect, wanted, raw)
+            made = made or await self._made(dialect, session, wanted, raw)
+            turn = session.trace.begin_stored(dialect=dialect.name, request=made.stored, streamed=made.streamed)
         except ValueError as error:
             raise Failure(400, f"the request body cannot be recorded: {error}") from None
         turn.queued = queued
@@ -366,15 +350,37 @@ class Routes:
             turn=turn,
             path=request.raw_path,
             digest=digest,
-            asked={name: asked.get(name) for name in ("n", "model")},
+            asked=made.asked,
             body=b"",
             headers=_upstream_headers(request, session, dialect),
-            streamed=streamed,
-            withhold_usage=withhold,
+            streamed=made.streamed,
+            withhold_usage=made.withhold_usage,
         )
-        self._attempt(session, call, call_id, body)
+        self._attempt(session, call, call_id, made.body)
         session.ledger.add(call, key=key)
         return call
+
+    async def _made(self, dialect: Dialect, session: RolloutSession, wanted: Mapping[str, Any], raw: bytes) -> Request:
+        """What the session, its hooks and the policy make of a body. ValueError: it cannot be recorded."""
+        came = await as_object(raw)
+        asked = {**came, **wanted}
+        session.check_turn()
+        if session.on_request:
+            asked = await run_request_hooks(session, asked)
+            session.check_turn()  # another call may have begun, or the rollout ended, while the hooks ran
+        streamed = asked.get("stream") is True
+        withhold = streamed and self._policy.request_usage and not dialect.wants_usage(asked)
+        changed = (dialect.with_usage(asked) if withhold else asked) if _rewrites(session) or withhold else None
+        made = Request(
+            stored=session.trace.store(asked, dialect.messages_field),
+            body=raw if changed is None else written(changed),
+            streamed=streamed,
+            withhold_usage=withhold,
+            asked={name: asked.get(name) for name in ("n", "model")},
+        )
+        if not session.on_request:
+            session.growth.learn(dialect, wanted, raw, came, changed, made)
+        return made
 
     def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes) -> None:
         """One more attempt of the call, as a task of its own."""
@@ -455,7 +461,3 @@ def _body_again(session: RolloutSession, call: Call, raw: bytes) -> bytes:
         return raw
     asked = call.turn.request
     return written(call.dialect.with_usage(asked) if call.withhold_usage else asked)
-
-
-def _digest(body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(body, seed=SEED)

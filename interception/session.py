@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_core import to_json
 
 from interception.dialects.base import Dialect
+from interception.growth import Growth
 from interception.hooks import Hook
 from interception.ledger import Ledger
 from interception.limits import RolloutLimits
@@ -175,6 +176,8 @@ class RolloutSession:
         self.on_request = on_request
         self.on_response = on_response
         self.trace = Trace(self.id)
+        self.growth = Growth(self.trace)
+        """Its newest bodies, by which the next is read."""
         self.stop_condition: str | None = None
         """Why the rollout was stopped short: a limit, a hook's reason, or `prompt_too_long`."""
         self.error: Exception | None = None
@@ -268,6 +271,7 @@ class RolloutSession:
         for hooks in self.preparing:
             hooks.cancel()
         self.ledger.clear()
+        self.growth.clear()
         self.trace.seal()
         if pending:
             logger.info("session %s: %d calls were in flight at its end, recorded as cancelled", self.id, pending)

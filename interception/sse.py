@@ -123,11 +123,11 @@ class SseParser:
         """The events that `chunk` completes."""
         events: list[SseEvent] = []
         if self._plain(chunk):
-            *blocks, rest = (self._raw + chunk).split(b"\n\n")
+            *blocks, rest = (bytes(self._raw) + chunk).split(b"\n\n")
             self._raw[:] = rest
             self._line = rest.rfind(b"\n") + 1
             self._started = True
-            return [SseEvent(bytes(block) + b"\n\n") for block in blocks]
+            return [SseEvent(block + b"\n\n") for block in blocks]
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
         for number, piece in enumerate(pieces, 1):

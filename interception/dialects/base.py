@@ -3,7 +3,7 @@
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -40,13 +40,13 @@ class Phase(enum.Enum):
 class Refrain:
     """An event that comes again and again, each time with another text in one place: most of a stream.
 
-    What follows it is told by its bytes alone, and only that text is read: a tenth of what a whole event takes.
+    What follows it is told by its bytes alone, and only those texts are read: a tenth of what whole events take.
     """
 
     __slots__ = ("_pieces", "_prefix", "_suffix")
 
     def __init__(self, prefix: bytes, suffix: bytes, pieces: list[str]) -> None:
-        self._prefix = prefix
+        self._prefix = prefix  # with the quotes of the text
         self._suffix = suffix
         self._pieces = pieces
 
@@ -64,20 +64,29 @@ class Refrain:
         # Written out, so that what is elsewhere in the event is compared, too, and in order.
         if probed is None or event.json is None or dumps(probed) != dumps(event.json).replace(literal, PROBE):
             return None
-        return cls(prefix, suffix, pieces)
+        return cls(prefix + b'"', b'"' + suffix, pieces)
 
-    def taken(self, raw: bytes) -> bool:
-        """Whether `raw` is it again; its text is with the pieces then."""
-        if not (raw.startswith(self._prefix) and raw.endswith(self._suffix)):
-            return False
+    def taken(self, events: Sequence[SseEvent]) -> int:
+        """How many of the first of `events` are it again; their texts are with the pieces then."""
+        prefix, suffix = self._prefix, self._suffix
+        start, end = len(prefix), -len(suffix)
+        written: list[bytes] = []
+        for event in events:
+            raw = event.raw
+            text = raw[start:end]
+            if not raw.startswith(prefix) or not raw.endswith(suffix) or b'"' in text:
+                break
+            written.append(text)
+        if not written:
+            return 0
         try:
-            text = orjson.loads(raw[len(self._prefix) : -len(self._suffix)])
+            texts = orjson.loads(b'["%b"]' % b'","'.join(written))
         except orjson.JSONDecodeError:
-            return False
-        if type(text) is not str:
-            return False
-        self._pieces.append(text)
-        return True
+            return 0
+        if len(texts) != len(written):
+            return 0
+        self._pieces += texts
+        return len(texts)
 
 
 class Stream(ABC):
@@ -93,12 +102,14 @@ class Stream(ABC):
         self._refrain: Refrain | None = None
         self._refrains_left = REFRAINS
 
-    def repeats(self, event: SseEvent) -> bool:
-        """Take `event` if it is the last one again with another text: an open stream stays open with it."""
-        if self._refrain is None or not self._refrain.taken(event.raw):
-            return False
-        self.events += 1
-        return True
+    def repeats(self, events: Sequence[SseEvent]) -> int:
+        """Take those of the first of `events` that are the last one again with another text: an open stream stays open
+        with them. How many there are."""
+        if self._refrain is None:
+            return 0
+        taken = self._refrain.taken(events)
+        self.events += taken
+        return taken
 
     def feed(self, event: SseEvent) -> Phase:
         """Take the next event, and say how far the answer has come with it. DONE and FAILED are final."""
