@@ -19,9 +19,6 @@ from interception.inbound import exactly, written
 from interception.interning import Stored
 from interception.trace import Trace
 
-SMALL: Final = 2048
-"""Bytes of a body up to which it is read anew: to look where its messages are would take as long."""
-
 LARGE: Final = 32 * 1024**2
 """Bytes of a body from which on it is not looked for, which would take 30 ms of the loop or more."""
 
@@ -88,8 +85,6 @@ class Growth:
 
     def again(self, dialect: Dialect, wanted: Mapping[str, Any], body: bytes) -> Request | None:
         """The request that `body` is, if it is a known one that has grown. ValueError: it cannot be recorded."""
-        if len(body) <= SMALL:
-            return None
         for known in self._known:
             if known.dialect is dialect and known.wanted == wanted and (between := known.between(body)) is not None:
                 added = _added(between)
@@ -122,7 +117,7 @@ class Growth:
     ) -> None:
         """`body` was read from its beginning: `came` are its fields, `sent` those that are sent if others are."""
         field = dialect.messages_field
-        if not SMALL < len(body) < LARGE or not request.stored.items or (place := _place(body, came, field)) is None:
+        if len(body) > LARGE or not request.stored.items or (place := _place(body, came, field)) is None:
             return
         first, head = place
         around = None if sent is None else _around(sent, field)

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,7 +19,7 @@ from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
 from interception.growth import Request, digest_of
 from interception.headers import secret_of, to_client, to_upstream
 from interception.hooks import run_request_hooks
-from interception.inbound import as_object, drain, read_body, written
+from interception.inbound import LARGE, as_object, drain, read_body, written
 from interception.serving import refusal, serve
 from interception.session import RolloutSession
 from interception.state import tag
@@ -314,7 +315,8 @@ class Routes:
         session.ledger.trim(self._policy)  # what has grown too old meanwhile is no answer
         call = session.ledger.find(request.raw_path, digest, marked=marked, key=key)
         if call is None:
-            with session.ledger.admitting(request.raw_path, digest, key):
+            waits = bool(session.on_request) or len(raw) > LARGE  # else no retry can come in between
+            with session.ledger.admitting(request.raw_path, digest, key) if waits else nullcontext():
                 call = await self._new_call(request, dialect, session, call_id, raw, digest, queued, key)
         elif call.exchange.ended and call.exchange.failure is not None:
             if call.failure_kept:

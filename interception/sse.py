@@ -196,6 +196,8 @@ class SseParser:
 
 def _fields(block: bytes) -> tuple[str | None, str | None, str | None]:
     """Its event, its data and its id."""
+    if block.startswith(b"data: ") and block.endswith(b"\n\n") and len(block.splitlines()) == 2:
+        return None, _text(block[6:-2]), None  # nearly all are like this
     name: bytes | None = None
     id: bytes | None = None
     data: list[bytes] = []

@@ -13,7 +13,7 @@ from yarl import URL
 
 from interception.session import Upstream
 from interception.turn import Failure
-from interception.wire import UpstreamAnswer, Wire
+from interception.wire import Connector, UpstreamAnswer, Wire
 
 PIECE = 256 * 1024
 """Bytes of a body that are handed to the connection at once."""
@@ -35,8 +35,7 @@ class UpstreamClients:
             return known
         proxy = proxy_for(upstream.base_url)
         client = aiohttp.ClientSession(
-            # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=Connector(),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
             ),

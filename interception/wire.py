@@ -6,10 +6,11 @@ for each request, of which a turn has none. Here aiohttp's connector, TLS, parse
 
 import asyncio
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, Self
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.client_reqrep import ClientRequest
 from aiohttp.connector import Connection
 from aiohttp.http_exceptions import HttpProcessingError
@@ -27,6 +28,24 @@ class UpstreamAnswer(Protocol):
     @property
     def content(self) -> aiohttp.StreamReader: ...
     async def read(self) -> bytes: ...
+
+
+class Connector(aiohttp.TCPConnector):
+    """aiohttp's, whose connections go on reading only where they had paused.
+
+    They do so after each chunk of an answer otherwise, which takes longer than the chunk (aiohttp 3.14).
+    """
+
+    def __init__(self) -> None:
+        # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
+        super().__init__(limit=0)
+        self._factory: partial[ResponseHandler] = partial(_Connected, loop=self._loop)
+
+
+class _Connected(ResponseHandler):
+    def resume_reading(self, *args: Any, **kwargs: Any) -> None:
+        if self._reading_paused:
+            super().resume_reading(*args, **kwargs)
 
 
 class Wire:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from interception.sse import Json, SseEvent, dumps, loads
+from interception.sse import Json, SseEvent, loads
 from interception.usage import Usage
 
 COMMENT: Final = b": k\n"
@@ -18,7 +18,10 @@ COMMENT: Final = b": k\n"
 REFRAINS: Final = 16
 """Events of a stream in which it is looked for a refrain: some have a number in each, and none."""
 
-PROBE: Final = b'"\\u0000"'
+PROBE: Final = b"?!"
+
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a value of an event."""
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
@@ -51,20 +54,21 @@ class Refrain:
         self._pieces = pieces
 
     @classmethod
-    def of(cls, event: SseEvent, name: str, text: str, pieces: list[str]) -> "Refrain | None":
-        """That of `event`, whose field `name` is the text, whose later ones go to `pieces`. None if it is not sure
-        where in the event the text stands."""
-        place = b'"%b":' % name.encode()
+    def of(cls, event: SseEvent, path: Path, pieces: list[str]) -> "Refrain | None":
+        """That of `event`, whose text is found by `path`, and whose later texts go to `pieces`. None if it is not sure
+        where in the event's bytes the text stands."""
+        text = _at(event.json, path)
+        if text == PROBE.decode():
+            return None
+        place = b'"%b":' % str(path[-1]).encode()
         start, literal = event.raw.rfind(place) + len(place), orjson.dumps(text)
         start += event.raw[start : start + 1] == b" "
         if start < len(place) or not event.raw.startswith(literal, start):
             return None
-        prefix, suffix = event.raw[:start], event.raw[start + len(literal) :]
+        prefix, suffix = event.raw[:start] + b'"', b'"' + event.raw[start + len(literal) :]
+        # Another text in this place is found by the path: it is the place.
         probed = SseEvent(prefix + PROBE + suffix).json
-        # Written out, so that what is elsewhere in the event is compared, too, and in order.
-        if probed is None or event.json is None or dumps(probed) != dumps(event.json).replace(literal, PROBE):
-            return None
-        return cls(prefix + b'"', b'"' + suffix, pieces)
+        return cls(prefix, suffix, pieces) if _at(probed, path) == PROBE.decode() else None
 
     def taken(self, events: Sequence[SseEvent]) -> int:
         """How many of the first of `events` are it again; their texts are with the pieces then."""
@@ -87,6 +91,15 @@ class Refrain:
             return 0
         self._pieces += texts
         return len(texts)
+
+
+def _at(value: Any, path: Path) -> Any:
+    try:
+        for key in path:
+            value = value[key]
+    except (LookupError, TypeError):
+        return None
+    return value
 
 
 class Stream(ABC):
@@ -146,12 +159,12 @@ class Stream(ABC):
     def _read(self, event: SseEvent, data: str) -> Phase:
         """Take an event with data; the phase it brings about, OPEN if it changes none."""
 
-    def _may_repeat(self, event: SseEvent, name: str, text: str, pieces: object) -> None:
-        """`event` added nothing but `text`, its field `name`, to `pieces`, and had it nothing but another text, the
-        same would hold."""
+    def _may_repeat(self, event: SseEvent, path: Path, pieces: object) -> None:
+        """`event` added nothing but the text that is found by `path` to `pieces`, and had it nothing but another text,
+        the same would hold."""
         if self._refrains_left and isinstance(pieces, Pieces):
             self._refrains_left -= 1
-            self._refrain = Refrain.of(event, name, text, pieces)
+            self._refrain = Refrain.of(event, path, pieces)
 
     def _failed(self, error: Json | None, text: str, *, shown: bool) -> Phase:
         """`error`: the object that has the error, or is one; `text`: what came, should there be no message in it."""

@@ -134,9 +134,9 @@ class ChatStream(Stream):
         others = [value for name, value in parts[0].items() if name != "delta"]
         if len(added) != 1 or added[0] not in MESSAGE_TEXTS or any(isinstance(value, dict | list) for value in others):
             return
-        said = delta[added[0]]
-        if isinstance(said, str):
-            self._may_repeat(event, added[0], said, self._choices[index_of(parts[0].get("index"))].so_far(added[0]))
+        if isinstance(delta[added[0]], str):
+            choice = self._choices[index_of(parts[0].get("index"))]
+            self._may_repeat(event, ("choices", 0, "delta", added[0]), choice.so_far(added[0]))
 
     def response(self) -> Json | None:
         if not self._choices and (not self._top or self.phase is Phase.FAILED):

@@ -106,7 +106,7 @@ class MessagesStream(Stream):
             delta = obj(payload.get("delta"))
             block.add(delta)
             if len(delta) == 2 and (name := PIECES.get(str(delta.get("type")))) and isinstance(delta.get(name), str):
-                self._may_repeat(event, name, delta[name], block.so_far(name))
+                self._may_repeat(event, ("delta", name), block.so_far(name))
         elif kind == "message_delta":
             return self._read_end(payload)
         elif kind == "message_stop":
