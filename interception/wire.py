@@ -39,7 +39,8 @@ class Connector(aiohttp.TCPConnector):
     def __init__(self) -> None:
         # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
         super().__init__(limit=0)
-        self._factory: partial[ResponseHandler] = partial(_Connected, loop=self._loop)
+        kind: type[ResponseHandler] = _Connected
+        self._factory = partial(kind, loop=self._loop)
 
 
 class _Connected(ResponseHandler):
