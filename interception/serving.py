@@ -44,6 +44,9 @@ async def serve(
         if in_time and exchange.failure is not None and (wait_for_end or not exchange.chunks):
             exchange.failure.call_id = exchange.attempt.call_id
             raise exchange.failure
+        head = exchange.head
+        if in_time and exchange.ended and exchange.failure is None and head is not None and head.stream is not None:
+            return await _body(request, call, exchange)  # all of a stream
         if call.streamed:  # also where the upstream answered it with none: the SDKs would read an empty stream
             return await _stream(request, call, exchange, policy)
         if in_time:
@@ -63,7 +66,7 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
         exchange.failure.call_id = exchange.attempt.call_id
         raise exchange.failure
     assert exchange.head is not None
-    headers = _headers(exchange, "application/json")
+    headers = _headers(exchange, "application/json") if exchange.head.stream is None else _stream_headers(exchange)
     # Not as a StreamResponse, which sends its headers by themselves.
     response = web.Response(status=exchange.head.status, body=exchange.body, headers=headers)
     await response.prepare(request)
@@ -96,9 +99,7 @@ async def _padded(
 async def _stream(
     request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
 ) -> web.StreamResponse:
-    headers = _headers(exchange, "text/event-stream")
-    headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-    response = web.StreamResponse(status=200, headers=headers)
+    response = web.StreamResponse(status=200, headers=_stream_headers(exchange))
     await response.prepare(request)
     unread = call.new_stream()  # what stands for the upstream's stream until that begins
     sent = 0
@@ -140,6 +141,12 @@ def _headers(exchange: Exchange, content_type: str) -> CIMultiDict[str]:
     headers = to_client(exchange.head.headers) if exchange.head is not None else CIMultiDict[str]()
     headers["Content-Type"] = content_type
     headers[CALL_ID_HEADER] = exchange.attempt.call_id
+    return headers
+
+
+def _stream_headers(exchange: Exchange) -> CIMultiDict[str]:
+    headers = _headers(exchange, "text/event-stream")
+    headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     return headers
 
 

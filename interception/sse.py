@@ -80,7 +80,8 @@ class SseEvent:
         """`data` as a JSON object, parsed once; None if it is none."""
         if self._json is _UNREAD:
             value = None
-            if self.data is not None:
+            # Nothing else is an object; `[DONE]`, the end of each stream, would be tried by two parsers.
+            if self.data is not None and self.data.lstrip().startswith("{"):
                 try:
                     value = loads(self.data)
                 except ValueError:
