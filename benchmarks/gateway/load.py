@@ -44,16 +44,21 @@ def generator() -> str:
 
 
 def load(base_url: str, keys: Sequence[str], body: bytes, connections: int, seconds: float) -> Load:
-    """Puts load on a subject, the sessions of `keys` in turn; `RuntimeError` when nothing is answered."""
+    """Puts load on a subject, the sessions of `keys` in turn; `RuntimeError` when calls fail.
+
+    Where that was too short for each connection to be answered, it is done again, longer: up to `PATIENCE` seconds.
+    """
     wrk = shutil.which("wrk")
-    if wrk is not None:
-        seen = _by_wrk(wrk, base_url, keys, body, connections, seconds)
-    else:
-        seen = asyncio.run(_by_ourselves(base_url, keys, body, connections, seconds))
-    if not seen.requests:
-        raise RuntimeError(f"not one call was answered in {seen.seconds:.1f} s")
-    if seen.errors * 100 > seen.requests:
-        raise RuntimeError(f"{seen.errors} of {seen.requests} calls failed")
+    while True:
+        if wrk is not None:
+            seen = _by_wrk(wrk, base_url, keys, body, connections, seconds)
+        else:
+            seen = asyncio.run(_by_ourselves(base_url, keys, body, connections, seconds))
+        if seen.requests >= connections or seen.errors or seconds >= PATIENCE:
+            break
+        seconds = min(3 * seconds, PATIENCE)
+    if not seen.requests or seen.errors * 100 > seen.requests:
+        raise RuntimeError(f"{seen.errors} calls failed, {seen.requests} were answered in {seen.seconds:.1f} s")
     return seen
 
 
