@@ -8,7 +8,7 @@ Every `STAMP` in them is overwritten with the number of the answer, so that no t
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ STAMP = "0000000000"
 """Ten digits, which the upstream counts up with each answer."""
 
 MODEL = "bench"
-"""What the clients ask for. `paced_model` names a model whose streams are paced."""
+"""What the clients ask for."""
 
 EVENTS = 50
 """Events of a stream, `[DONE]` among them."""
@@ -30,20 +30,16 @@ BIG_BYTES = 108_000
 TURNS = 80
 """Turns of the growing conversation; at the last its body has about `BIG_BYTES`."""
 
-JSON_HEADERS = {"Content-Type": "application/json"}
+TOOL_RESULT = 480
+"""Characters of each result in it."""
 
-WORDS = "The tool ran for 0.21 s and printed \"42 passed\", then a path: C:\\runs\\7 and a line.\n"
+WORDS = 'The tool ran for 0.21 s and printed "42 passed", then a path: C:\\runs\\7 and a line.\n'
 """What messages are made of: text with the escapes that real ones have."""
 
 
 def text(size: int) -> str:
     """So many characters of a message."""
     return (WORDS * (size // len(WORDS) + 1))[:size]
-
-
-def paced_model(milliseconds: int) -> str:
-    """A model whose streams have so long before each event. The upstream knows it by this name."""
-    return f"{MODEL}-paced-{milliseconds}"
 
 
 # -- what the upstream sends -------------------------------------------------------------------
@@ -114,15 +110,18 @@ def _chunk(data: bytes) -> bytes:
 # -- what the clients ask ----------------------------------------------------------------------
 
 
-def request(model: str = MODEL, *, stream: bool = False, size: int = 300) -> bytes:
+def request(*, stream: bool = False, paced: int | None = None, size: int = 300) -> bytes:
     """A call's body of about so many bytes, with a `STAMP` in its last message.
 
-    It asks for the usage of a stream itself: a subject that would add it has nothing to add.
+    It asks for the usage of a stream itself: a subject that would add it has nothing to add. `paced`: milliseconds that
+    the upstream waits before each event, which it finds in a field that all subjects pass on.
     """
     last = {"role": "user", "content": f"question {STAMP}"}
-    body: dict[str, Any] = {"model": model, "messages": [last]}
+    body: dict[str, Any] = {"model": MODEL, "messages": [last]}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if paced is not None:
+        body["user"] = f"paced-{paced}"
     system = {"role": "system", "content": "You are an agent."}
     history: list[dict[str, str]] = []
     while (rest := size - len(_dumps({**body, "messages": [system, *history, last]}))) > 60:
@@ -136,11 +135,28 @@ def stamped(body: bytes, number: int) -> bytes:
     return body.replace(STAMP.encode(), b"%010d" % number, 1)
 
 
-def head(path: str, secret: str, length: int, headers: Mapping[str, str] = JSON_HEADERS) -> bytes:
-    """The head of a POST to `path`."""
-    fields = {"Host": "127.0.0.1", "Authorization": f"Bearer {secret}", **headers, "Content-Length": str(length)}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode()
+def conversation(said: Sequence[str]) -> bytes:
+    """A call's body in the growing conversation, given what the model has `said` in it so far."""
+    messages = [{"role": "system", "content": f"You are an agent. {text(TOOL_RESULT)}"}]
+    for number, answer in enumerate(said):
+        messages.append({"role": "user", "content": f"result {number}: {text(TOOL_RESULT)}"})
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": f"result {len(said)}: {text(TOOL_RESULT)}"})
+    return _dumps({"model": MODEL, "messages": messages})
+
+
+def said(answer: bytes) -> str:
+    """What the model says in an answer that is not streamed."""
+    content = json.loads(answer)["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+def post(path: str, key: str, body: bytes) -> bytes:
+    """The whole of a request."""
+    lines = ["Host: 127.0.0.1", f"Authorization: Bearer {key}", "Content-Type: application/json"]
+    head = "\r\n".join([f"POST {path} HTTP/1.1", *lines, f"Content-Length: {len(body)}"])
+    return f"{head}\r\n\r\n".encode() + body
 
 
 def _dumps(value: Any) -> bytes:

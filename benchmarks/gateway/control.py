@@ -1,8 +1,8 @@
 """What a subject's process speaks with the benchmark: lines of JSON, commands in and answers out.
 
 Nothing but the standard library: it is imported in the interpreters of all subjects. A subject is an async context
-manager that yields its `Served`; `main` runs it, tells where it listens, and obeys: a line `N` asks for the keys of N
-new sessions in place of the last ones. It ends when its standard input does.
+manager that yields its `Served`; `main` runs it, tells where it listens, and obeys: a line `N` asks for N new sessions
+in place of the last ones. It ends when its standard input does.
 """
 
 import asyncio
@@ -12,16 +12,31 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
+
+PATH = "/v1/chat/completions"
+
+
+class Session(NamedTuple):
+    """One rollout's way in: `POST` to the path, with the key as its bearer."""
+
+    path: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A subject that serves `POST base_url/v1/chat/completions`."""
+    """A subject that serves chat completions."""
 
     base_url: str
-    """No trailing slash, no `/v1`."""
-    sessions: Callable[[int], list[str]]
-    """So many new sessions, by their keys; those before are over."""
+    """`http://HOST:PORT`."""
+    sessions: Callable[[int], list[Session]]
+    """So many new ones; those before are over."""
+
+
+def keyless(number: int) -> list[Session]:
+    """The sessions of a subject that knows none."""
+    return [Session(PATH, "key")] * number
 
 
 Subject = Callable[[str], AbstractAsyncContextManager[Served]]
@@ -29,8 +44,13 @@ Subject = Callable[[str], AbstractAsyncContextManager[Served]]
 
 
 def main(subject: Subject) -> None:
-    """`python -m … UPSTREAM`: the subject, until standard input ends."""
-    asyncio.run(_obey(subject, sys.argv[1]))
+    """`python -m … UPSTREAM`: the subject, until standard input ends. On uvloop, where its environment has it."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_obey(subject, sys.argv[1]))
 
 
 async def _obey(subject: Subject, upstream: str) -> None:

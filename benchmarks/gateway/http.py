@@ -5,7 +5,6 @@ Hand-written on asyncio's protocols: a client that takes its time would be measu
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ class Reply:
     last: float = 0.0
     """When the last piece came; while one is awaited, when the last one did."""
     longest_gap: float = 0.0
-    """Seconds, between two pieces of the body or before the first."""
+    """Seconds between two pieces of the body."""
 
     @property
     def lasted(self) -> float:
@@ -36,7 +35,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._reply = Reply()
+        self.reply = Reply()
         self._done: asyncio.Future[Reply] | None = None
         self._left: int | None = None
         """Bytes left of the body or of the chunk; None: a head is awaited."""
@@ -47,14 +46,14 @@ class Connection(asyncio.Protocol):
     async def to(cls, base_url: str) -> "Connection":
         parts = urlsplit(base_url)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(cls, parts.hostname, parts.port)
+        _, connection = await loop.create_connection(cls, parts.hostname or "", parts.port or 80)
         return connection
 
     async def call(self, request: bytes) -> Reply:
         """Sends a request and waits for the whole answer."""
         if self._transport is None or self.lost is not None:
             raise ConnectionError(str(self.lost or "not connected"))
-        reply = self._reply = Reply(began=time.perf_counter())
+        reply = self.reply = Reply(began=time.perf_counter())
         reply.last = reply.began
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -76,20 +75,21 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        had = len(self._reply.body)
+        had = len(self.reply.body)
         try:
             ended = (self._left is not None or self._head()) and (self._chunks() if self._chunked else self._rest())
         except ValueError as error:
             self.lost = error
             self.close()
             return
-        reply = self._reply
+        reply = self.reply
         if len(reply.body) > had:
             now = time.perf_counter()
-            reply.longest_gap = max(reply.longest_gap, now - reply.last)
-            reply.last = now
-            if not had:
+            if had:
+                reply.longest_gap = max(reply.longest_gap, now - reply.last)
+            else:
                 reply.first = now
+            reply.last = now
         if ended:
             self._left = None
             if self._done is not None and not self._done.done():
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         status, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
         del self._buffer[: end + 4]
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._reply.status = int(status.split(" ", 2)[1])
+        self.reply.status = int(status.split(" ", 2)[1])
         self._chunked = fields.get("transfer-encoding", "").lower() == "chunked"
         if not self._chunked and "content-length" not in fields:
             raise ValueError("an answer without a length")
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
                 self._take()
                 if self._left > 0:
                     return False
-                del self._reply.body[-2:]
+                del self.reply.body[-2:]
             end = self._buffer.find(b"\r\n")
             if end < 0:
                 return False
@@ -140,9 +140,5 @@ class Connection(asyncio.Protocol):
         assert self._left is not None
         taken = self._buffer[: self._left]
         del self._buffer[: self._left]
-        self._reply.body += taken
+        self.reply.body += taken
         self._left -= len(taken)
-
-
-Request = Callable[[int], bytes]
-"""The whole of a request, given its number."""

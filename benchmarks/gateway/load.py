@@ -1,26 +1,29 @@
 """Throughput: as many calls as go through so many connections in so many seconds, by wrk or by our own client."""
 
 import asyncio
+import itertools
 import json
+import math
 import random
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import quantiles
 
 from benchmarks.gateway import canned
+from benchmarks.gateway.control import Session
 from benchmarks.gateway.http import Connection
-
-PATH = "/v1/chat/completions"
 
 SCRIPT = Path(__file__).with_name("wrk.lua")
 
 PATIENCE = 30
 """Seconds after which a call that has not been answered counts as an error."""
+
+ENOUGH = 32
+"""Answers from which a rate can be told; fewer where there are fewer connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class Load:
     p50_ms: float
     p99_ms: float
     errors: int
+    cpu_us: float = 0.0
+    """Of the subject, for each request."""
 
 
 def generator() -> str:
@@ -43,32 +48,43 @@ def generator() -> str:
     return " ".join(said.split()[:2]) or "wrk"
 
 
-def load(base_url: str, keys: Sequence[str], body: bytes, connections: int, seconds: float) -> Load:
-    """Puts load on a subject, the sessions of `keys` in turn; `RuntimeError` when calls fail.
+def load(
+    base_url: str,
+    sessions: Sequence[Session],
+    body: bytes,
+    connections: int,
+    seconds: float,
+    cpu: Callable[[], float] = lambda: 0.0,
+) -> Load:
+    """Puts load on a subject, its sessions in turn; `RuntimeError` when calls fail. `cpu`: seconds it has had so far.
 
-    Where that was too short for each connection to be answered, it is done again, longer: up to `PATIENCE` seconds.
+    Where too few were answered in that time to tell, it is done again, longer: up to `PATIENCE` seconds.
     """
     wrk = shutil.which("wrk")
     while True:
+        before = cpu()
         if wrk is not None:
-            seen = _by_wrk(wrk, base_url, keys, body, connections, seconds)
+            seen = _by_wrk(wrk, base_url, sessions, body, connections, seconds)
         else:
-            seen = asyncio.run(_by_ourselves(base_url, keys, body, connections, seconds))
-        if seen.requests >= connections or seen.errors or seconds >= PATIENCE:
+            seen = asyncio.run(_by_ourselves(base_url, sessions, body, connections, seconds))
+        spent = cpu() - before
+        if seen.requests >= min(connections, ENOUGH) or seen.errors or seconds >= PATIENCE:
             break
-        seconds = min(3 * seconds, PATIENCE)
+        seconds = min(4 * seconds, PATIENCE)
     if not seen.requests or seen.errors * 100 > seen.requests:
         raise RuntimeError(f"{seen.errors} calls failed, {seen.requests} were answered in {seen.seconds:.1f} s")
-    return seen
+    return replace(seen, cpu_us=spent / seen.requests * 1e6)
 
 
-def _by_wrk(wrk: str, base_url: str, keys: Sequence[str], body: bytes, connections: int, seconds: float) -> Load:
+def _by_wrk(
+    wrk: str, base_url: str, sessions: Sequence[Session], body: bytes, connections: int, seconds: float
+) -> Load:
     # wrk takes whole seconds; it ends by SIGINT just as well, and tells what it saw until then.
     with tempfile.TemporaryDirectory(prefix="benchmark-load-") as folder:
         (body_file := Path(folder, "body")).write_bytes(body)
-        (keys_file := Path(folder, "keys")).write_text("\n".join(keys))
+        (sessions_file := Path(folder, "sessions")).write_text("\n".join(map(" ".join, sessions)))
         command = [wrk, "-t1", f"-c{connections}", f"-d{PATIENCE * 20}s", f"--timeout={PATIENCE}s", "-s", str(SCRIPT)]
-        command += [base_url, "--", PATH, str(body_file), str(keys_file)]
+        command += [base_url, "--", str(body_file), str(sessions_file)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             time.sleep(seconds)
@@ -83,18 +99,31 @@ def _by_wrk(wrk: str, base_url: str, keys: Sequence[str], body: bytes, connectio
         raise RuntimeError(f"wrk failed:\n{said[-2000:]}") from None
 
 
-async def _by_ourselves(base_url: str, keys: Sequence[str], body: bytes, connections: int, seconds: float) -> Load:
+async def _by_ourselves(
+    base_url: str, sessions: Sequence[Session], body: bytes, connections: int, seconds: float
+) -> Load:
+    numbers = itertools.count(random.randrange(9 * 10**9))
+    until = time.perf_counter() + seconds
+
+    def requests() -> Iterator[bytes]:
+        while time.perf_counter() < until:
+            number = next(numbers)
+            path, key = sessions[number % len(sessions)]
+            yield canned.post(path, key, canned.stamped(body, number))
+
+    return await calls(base_url, requests(), connections, seconds + PATIENCE)
+
+
+async def calls(base_url: str, requests: Iterator[bytes], connections: int, timeout: float) -> Load:
+    """Sends all `requests`, through so many connections."""
     times: list[float] = []
     errors = 0
-    numbers = iter(range(random.randrange(9 * 10**9), 10**10))
-    heads = [canned.head(PATH, key, len(body)) for key in keys]
 
     async def caller(connection: Connection) -> None:
         nonlocal errors
-        while time.perf_counter() < until:
-            number = next(numbers)
+        for request in requests:
             try:
-                reply = await connection.call(heads[number % len(heads)] + canned.stamped(body, number))
+                reply = await connection.call(request)
             except ConnectionError:
                 errors += 1
                 return
@@ -103,13 +132,18 @@ async def _by_ourselves(base_url: str, keys: Sequence[str], body: bytes, connect
 
     made = [await Connection.to(base_url) for _ in range(connections)]
     began = time.perf_counter()
-    until = began + seconds
     try:
-        async with asyncio.timeout(seconds + PATIENCE):
+        async with asyncio.timeout(timeout):
             await asyncio.gather(*map(caller, made))
+    except TimeoutError:
+        errors += connections
     finally:
         for connection in made:
             connection.close()
     lasted = time.perf_counter() - began
-    cuts = [time * 1e3 for time in quantiles(times, n=100)] if len(times) > 1 else [0.0] * 99
-    return Load(len(times), lasted, cuts[49], cuts[98], errors)
+    return Load(len(times), lasted, quantile(times, 0.5) * 1e3, quantile(times, 0.99) * 1e3, errors)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that so large a share of them does not exceed; 0 where there are none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0

@@ -5,9 +5,8 @@ import os
 import select
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +52,7 @@ class Process:
 
     def __init__(self, command: Sequence[str | Path], cores: frozenset[int], env: dict[str, str] | None = None) -> None:
         self.name = " ".join(str(part) for part in command)
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
@@ -102,10 +101,8 @@ class Process:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from benchmarks.gateway.control import Served, main
+from benchmarks.gateway.control import PATH, Served, keyless, main
 
 KEPT = ("Content-Type", "Authorization")
 """Headers that are passed on, both ways."""
@@ -33,12 +33,12 @@ async def bare(upstream: str) -> AsyncIterator[Served]:
                 return response
 
         app = web.Application(client_max_size=2**30)
-        app.router.add_post("/v1/chat/completions", relay)
+        app.router.add_post(PATH, relay)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-            yield Served(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda number: ["key"] * number)
+            yield Served(f"http://127.0.0.1:{runner.addresses[0][1]}", keyless)
         finally:
             await runner.cleanup()
 

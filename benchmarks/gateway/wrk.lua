@@ -1,5 +1,6 @@
--- Used as `wrk -s wrk.lua URL -- PATH BODY KEYS`: POSTs what stands in the file BODY to PATH, with the keys of the
--- file KEYS (one a line) in turn, and a number of its own in place of the STAMP of each body. Prints what it saw as JSON.
+-- Used as `wrk -s wrk.lua URL -- BODY SESSIONS`: POSTs what stands in the file BODY, by the sessions of the file SESSIONS
+-- in turn (a path and a key a line), with a number of its own in place of the STAMP of each body. Prints what it saw as
+-- JSON.
 
 local STAMP = "0000000000"
 local before, after, number = {}, "", 0
@@ -12,11 +13,11 @@ local function contents(path)
 end
 
 function init(args)
-    local body = contents(args[2])
+    local body = contents(args[1])
     local at = assert(body:find(STAMP, 1, true), "the body has no stamp")
     after = body:sub(at + #STAMP)
-    for key in contents(args[3]):gmatch("[^\n]+") do
-        local head = "POST " .. args[1] .. " HTTP/1.1\r\nHost: " .. wrk.host .. "\r\nAuthorization: Bearer " .. key ..
+    for path, key in contents(args[2]):gmatch("(%S+) (%S+)") do
+        local head = "POST " .. path .. " HTTP/1.1\r\nHost: " .. wrk.host .. "\r\nAuthorization: Bearer " .. key ..
             "\r\nContent-Type: application/json\r\nContent-Length: " .. #body .. "\r\n\r\n"
         before[#before + 1] = head .. body:sub(1, at - 1)
     end
