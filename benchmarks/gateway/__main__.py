@@ -10,8 +10,8 @@ from benchmarks.gateway.subjects import LOCAL, PEERS, Starting
 from benchmarks.peers import Peer, PeerUnavailableError
 from benchmarks.report import Figure, end_on_sigterm, parse, show, write
 
-FULL = Plan(rounds=5, amount=Amount(seconds=3.0, turns=100_000, sessions=10_000, streams_seconds=20.0))
-QUICK = Plan(rounds=1, amount=Amount(seconds=0.5, turns=8_000, sessions=2_000, streams_seconds=3.0))
+FULL = Plan(rounds=5, amount=Amount(seconds=3.0, turns=100_000, sessions=10_000, streams_seconds=15.0))
+QUICK = Plan(rounds=1, amount=Amount(seconds=0.5, turns=4_000, sessions=2_000, streams_seconds=2.0))
 
 
 def peers(names: Sequence[str], *, make: bool) -> tuple[list[Starting], dict[str, str]]:

@@ -112,7 +112,11 @@ class Process:
         self._log.close()
 
     def _ended(self) -> RuntimeError:
-        return RuntimeError(f"{self.name} ended with {self._process.wait(END_TIMEOUT)}{self._said()}")
+        try:
+            code = f"ended with {self._process.wait(END_TIMEOUT)}"
+        except subprocess.TimeoutExpired:
+            code = "closed its output"
+        return RuntimeError(f"{self.name} {code}{self._said()}")
 
     def _said(self) -> str:
         self._log.seek(0)

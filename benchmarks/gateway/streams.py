@@ -46,33 +46,45 @@ async def first_bytes(base_url: str, sessions: Sequence[Session], body: bytes, s
 async def open_streams(
     subject: Subject, sessions: Sequence[Session], body: bytes, seconds: float
 ) -> tuple[list[Reply], float]:
-    """What had come of a stream for each session once all had been open for so many seconds, and the RSS then, in MiB.
+    """What had come of a stream for each session in so many seconds after all were open, and the RSS then, in MiB.
 
-    `RuntimeError` when one ended or never began.
+    `RuntimeError` when one never began or ended early.
     """
     connections: list[Connection] = []
+    calls: list[asyncio.Task[Reply]] = []
     try:
         while len(connections) < len(sessions):
             wanted = min(CONNECTING, len(sessions) - len(connections))
             connections += await asyncio.gather(*(Connection.to(subject.base_url) for _ in range(wanted)))
-        calls: list[asyncio.Task[Reply]] = []
         for number, (connection, session) in enumerate(zip(connections, sessions, strict=True)):
             request = canned.post(*session, canned.stamped(body, number))
             calls.append(asyncio.create_task(connection.call(request)))
             if number % 32 == 31:
                 await asyncio.sleep(32 * OPENING / len(sessions))
-        await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        replies = await _all_open(connections, calls)
         rss = subject.process.rss_mib() if subject.process else 0.0
+        await asyncio.sleep(seconds)
         now = time.perf_counter()
-        replies = [connection.reply for connection in connections]
-        ended = sum(call.done() for call in calls)
-        silent = sum(not reply.body for reply in replies)
-        if ended or silent:
-            raise RuntimeError(f"of {len(calls)} streams {ended} ended early and {silent} had not begun")
-        for reply in replies:
-            reply.longest_gap = max(reply.longest_gap, now - reply.last)
+        for call, reply in zip(calls, replies, strict=True):
+            if not call.done():
+                reply.longest_gap = max(reply.longest_gap, now - reply.last)
+            elif not call.result().body.endswith(b"data: [DONE]\n\n"):
+                raise RuntimeError("a stream ended early")
     finally:
         for connection in connections:
             connection.close()
-    await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
     return replies, rss
+
+
+async def _all_open(connections: Sequence[Connection], calls: Sequence[asyncio.Task[Reply]]) -> list[Reply]:
+    """Once each has had its first event, and none its last."""
+    replies = [connection.reply for connection in connections]
+    until = time.perf_counter() + PATIENCE
+    while silent := sum(not reply.body for reply in replies):
+        if time.perf_counter() > until:
+            raise RuntimeError(f"{silent} of {len(calls)} streams have not begun")
+        await asyncio.sleep(0.05)
+    if ended := sum(call.done() for call in calls):
+        raise RuntimeError(f"{ended} of {len(calls)} streams had ended when the last one began")
+    return replies
