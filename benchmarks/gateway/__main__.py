@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks.gateway.cases import CASES, Amount
+from benchmarks.gateway.cases import CASES, RATES, Amount
 from benchmarks.gateway.goals import outcomes
 from benchmarks.gateway.rounds import Plan, run
 from benchmarks.gateway.subjects import LOCAL, PEERS, Starting
@@ -37,8 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = outcome.figures()
     reached = outcomes(figures)
     title = f"Model calls; median of {plan.rounds} rounds of {plan.amount.seconds:g} s (min to max)"
-    turns = f"memory: RSS after {plan.amount.turns:,} turns"
-    show(figures, "\n".join([title, *outcome.made_with, turns]))
+    rates = [figure for figure in figures if figure.measure in RATES]
+    if rates:
+        show(rates, "\n".join([title, *outcome.made_with]))
+    if len(rates) < len(figures):
+        others = f"Delays and memory; memory: RSS after {plan.amount.turns:,} turns"
+        show([figure for figure in figures if figure.measure not in RATES], others)
     for name, why in {**missing, **outcome.missing}.items():
         print(f"not measured: {name}: {why}")
     for one in reached:

@@ -15,11 +15,10 @@ from benchmarks.gateway.turns import conversations
 Measured = dict[str, float]
 """Values by measure; `UNITS` has all there are."""
 
+RATES = {"requests_per_s": "1/s", "p50_ms": "ms", "p99_ms": "ms", "cpu_us": "µs a request"}
+
 UNITS = {
-    "requests_per_s": "1/s",
-    "p50_ms": "ms",
-    "p99_ms": "ms",
-    "cpu_us": "µs a request",
+    **RATES,
     "first_byte_ms": "ms",
     "gap_max_ms": "ms",
     "turn1_ms": "ms",

@@ -18,7 +18,7 @@ SLOWEST = 100.0
 
 
 def recorded(subject: Subject, turns: int) -> tuple[float, float]:
-    """RSS in MiB after so many turns of 1 kB, and how much more the later half of them added than the earlier.
+    """RSS in MiB after so many turns of 1 kB, and what the last quarter of them added over what the one before did.
 
     Each turn's question and answer are like no other's.
     """
