@@ -25,6 +25,8 @@ PATIENCE = 30
 ENOUGH = 32
 """Answers from which a rate can be told; fewer where there are fewer connections."""
 
+LONGER = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -58,7 +60,7 @@ def load(
 ) -> Load:
     """Puts load on a subject, its sessions in turn; `RuntimeError` when calls fail. `cpu`: seconds it has had so far.
 
-    Where too few were answered in that time to tell, it is done again, longer: up to `PATIENCE` seconds.
+    Where too few were answered in that time to tell, it is done again, for `LONGER` seconds.
     """
     wrk = shutil.which("wrk")
     while True:
@@ -68,9 +70,9 @@ def load(
         else:
             seen = asyncio.run(_by_ourselves(base_url, sessions, body, connections, seconds))
         spent = cpu() - before
-        if seen.requests >= min(connections, ENOUGH) or seen.errors or seconds >= PATIENCE:
+        if seen.requests >= min(connections, ENOUGH) or seen.errors or seconds >= LONGER:
             break
-        seconds = min(4 * seconds, PATIENCE)
+        seconds = LONGER
     if not seen.requests or seen.errors * 100 > seen.requests:
         raise RuntimeError(f"{seen.errors} calls failed, {seen.requests} were answered in {seen.seconds:.1f} s")
     return replace(seen, cpu_us=spent / seen.requests * 1e6)
