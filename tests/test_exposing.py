@@ -11,7 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
+import interception.cli
 from interception.demo.relay import SshRelay
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
@@ -146,9 +148,8 @@ async def test_without_credentials_for_prime(local: Switch, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "arguments", [["0"], ["8000", "--health", "x"], ["8000", "--type", "none"], ["8000", "--set", "x"]]
 )
-async def test_a_wrong_argument_is_status_2(arguments: list[str], tmp_path: Path) -> None:
-    async with exposed(*arguments, home=tmp_path) as running:
-        assert await running.ended() == 2
+def test_a_wrong_argument_is_status_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(interception.cli.app, ["tunnel", *arguments]).exit_code == 2
 
 
 async def test_settings_that_nobody_knows_are_status_2(tmp_path: Path) -> None:

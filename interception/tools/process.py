@@ -67,6 +67,7 @@ class ToolProcess:
         self._watchdog: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._status: asyncio.Task[str] | None = None
+        self._serves = False
         self._stopping = False
         self._in_flight = 0
         entrance.in_flight = lambda: self._in_flight
@@ -89,6 +90,7 @@ class ToolProcess:
             grace=self._grace,
             path=sys.path,
         )
+        self._serves = True
         return int(answer["port"])
 
     async def admit(self, secret: str, state_url: str, state_secret: str) -> None:
@@ -100,8 +102,9 @@ class ToolProcess:
     async def stop(self) -> None:
         self._stopping = True
         if self._process is not None and self._status is not None and self._watchdog is not None:
-            self._say(stop=True)
-            await asyncio.wait([self._status], timeout=STOP_TIMEOUT)
+            if self._serves:  # else it is busy with imports, and has nothing to put in order
+                self._say(stop=True)
+                await asyncio.wait([self._status], timeout=STOP_TIMEOUT)
             self._watchdog.write_eof()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):

@@ -24,9 +24,12 @@ PAYLOADS = st.dictionaries(
         | st.floats(allow_nan=False)
         | st.text()
         | st.binary(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**63), 2**63), inner),
-        max_leaves=20,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(-(2**63), 2**63), inner, max_size=3)
+        ),
+        max_leaves=8,
     ),
+    max_size=3,
 )
 
 
