@@ -96,8 +96,6 @@ class Bodies:
 
     def extend(self, stored: Stored, added: Sequence[Any]) -> Stored:
         """The entries of a request that has further messages at its end."""
-        if not added:
-            return stored
         items = [*stored.items, *[self.put(item) for item in added]]
         return Stored(stored.request, self._put(self._sequence(items)), items)
 
