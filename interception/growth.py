@@ -149,7 +149,7 @@ class Growth:
             (digest_of(view[:head]), digest_of(view[end:])),
             known.around,
             Request(
-                Stored(stored.request, None, stored.items[:-1]),
+                stored._replace(messages=None, items=stored.items[:-1]),
                 b"",
                 request.streamed,
                 request.withhold_usage,

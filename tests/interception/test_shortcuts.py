@@ -53,13 +53,15 @@ class TestGrowingRequests:
         reading = Reading(wanted)
         messages: list[Any] = [{"role": "system", "content": "be brief"}]
         reading.learn(body(messages, separators, tools=[{"name": "t"}]))
-        for turn in range(20):
+        for turn in range(60):
             messages = [*messages, {"role": "user", "content": f"é{turn}" * 100}, {"n": 2**70}]
             raw = body(messages, separators, tools=[{"name": "t"}])
             request = reading.again(raw)
             assert request is not None
             assert reading.recorded(request) == {**json.loads(raw), **wanted}
             assert json.loads(request.body) == {**json.loads(raw), **wanted}
+            whole = reading.trace.store({**json.loads(raw), **wanted}, "messages")
+            assert request.stored[:2] == whole[:2]  # nothing is kept twice
 
     def test_sub_agents_that_call_by_turns_are_all_known(self) -> None:
         reading = Reading()
