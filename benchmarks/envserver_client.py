@@ -1,7 +1,8 @@
 """The client of the env server benchmark: a plain zmq DEALER, the same for all subjects, and what it measures.
 
-A `run` request is `{"deltas": n, "text": str, "hold": bool}`: answered by n deltas `{"pid": of the worker, "text": …}`
-and then, unless it is held, by a reply with the worker's `pid`.
+A `run` request is `{"deltas": n, "text": str, "hold": bool, "task": n}`: answered by n deltas `{"pid": of the worker,
+"text": …}` and then, unless it is held, by a reply with the worker's `pid`. Each is a task of its own: the death of so
+many workers must not be laid at the door of one.
 """
 
 import itertools
@@ -37,6 +38,7 @@ class Client:
             self._socket.setsockopt(option, 0)
         self._socket.connect(address)
         self._ids = itertools.count()
+        self._tasks = itertools.count()
 
     def send(self, method: bytes, **fields: Any) -> bytes:
         """The id of the request."""
@@ -45,7 +47,7 @@ class Client:
         return request_id
 
     def run(self, *, deltas: int = 0, hold: bool = False) -> bytes:
-        return self.send(b"run", deltas=deltas, text=TEXT, hold=hold)
+        return self.send(b"run", deltas=deltas, text=TEXT, hold=hold, task=next(self._tasks))
 
     def receive(self, timeout: float = PATIENCE) -> tuple[bytes, bytes, bytes] | None:
         """The next `(request id, kind, data)`; None if there is none in `timeout` seconds."""

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from envserver.client import EnvClient
 from envserver.errors import EnvServerError
+from envserver.limits import MIB, PoolPolicy
 from envserver.serve import make_server, serve_until_told
 from envserver.server import EnvServer
 
@@ -45,15 +46,42 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Worker processes. 1: this process serves by itself.")
     ] = 1,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Start with one worker, and more up to --workers as load grows.")
+        bool,
+        typer.Option("--elastic", help="Start with --min-workers, more up to --workers as load grows."),
     ] = False,
+    min_workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --elastic: start with so many, and keep them.")
+    ] = 1,
+    max_worker_rss: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MIB", help="Replace a worker that has more memory.", show_default="never"),
+    ] = None,
+    max_worker_age: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="Replace a worker that is older.", show_default="never"),
+    ] = None,
     multiplex: Annotated[
         int, typer.Option(min=1, metavar="N", help="Runs that one worker takes before another is started.")
     ] = 128,
     address: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen. The protocol has no authentication.")
     ] = "tcp://127.0.0.1:5000",
+    kill_blocked_after: Annotated[
+        float | None,
+        typer.Option(
+            min=PoolPolicy().silent_after,
+            metavar="SECONDS",
+            help="Kill a worker that does not answer once its processes have used no CPU for so long.",
+            show_default="never",
+        ),
+    ] = None,
     kwargs: Annotated[str, typer.Option(metavar="JSON", help="The factory's arguments, a JSON object.")] = "{}",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Numbers for Prometheus at /metrics, on 127.0.0.1. 0: any free port."
+        ),
+    ] = None,
 ) -> None:
     """Serve an env until Ctrl-C, SIGTERM or SIGHUP, with a live line of worker states.
 
@@ -72,13 +100,22 @@ def serve(
     sys.path.insert(0, "")  # an env in the current folder, as `python -m` has it for itself
     with _told_in_short(f"{env} could not be loaded"):
         server = make_server(
-            env, arguments, max_workers=workers, elastic=elastic, multiplex=multiplex, address=_full(address)
+            env,
+            arguments,
+            max_workers=workers,
+            elastic=elastic,
+            multiplex=multiplex,
+            address=_full(address),
+            kill_blocked_after=kill_blocked_after,
+            min_workers=min_workers,
+            max_worker_rss=None if max_worker_rss is None else max_worker_rss * MIB,
+            max_worker_age=max_worker_age,
         )
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with _told_in_short(f"{env} could not be served"):
-        serve_until_told(server, alongside=lambda: _show_states(server, console))
+        serve_until_told(server, alongside=lambda: _show_states(server, console), metrics_port=metrics_port)
 
 
 @app.command()
@@ -88,7 +125,8 @@ def health(
 ) -> None:
     """Ask a server how it is.
 
-    Exit status: 0 if a worker is ready, 1 if there is none or no answer.
+    Exit status: 0 if a worker takes runs (a suspect one, silent for 30 s, does if no other can), 1 if there is none or
+    no answer.
     """
 
     async def ask() -> dict[str, Any]:
@@ -97,7 +135,7 @@ def health(
 
     answer = asyncio.run(ask())
     typer.echo(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.items()) or "serving")
-    raise typer.Exit(0 if answer.get("ready", 1) else 1)
+    raise typer.Exit(0 if answer.get("ready", 1) or answer.get("suspect") else 1)
 
 
 def _full(address: str) -> str:
@@ -126,7 +164,7 @@ async def _show_states(server: "EnvServer | EnvServerPool", console: Console) ->
         while True:
             states = server.states()
             # Runs come and go all the time: worth a moving line, not a line each.
-            workers = {name: count for name, count in states.items() if name != "in flight"}
+            workers = {name: count for name, count in states.items() if name not in ("in flight", "waiting")}
             if live is not None:
                 live.update(Text(_line(server.address, states)), refresh=True)
             elif workers != shown:

@@ -30,6 +30,7 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
     """Do what the job says, until told to end. Whatever prevents it is raised."""
     from envserver.serve import serve_until_told
     from envserver.server import EnvServer
+    from envserver.stacks import beat
 
     role = job.pop("role")
     log_setup = unpack_callable(job.pop("log_setup", None))
@@ -40,7 +41,12 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
         server = EnvServer(
             job["env"], job.get("env_kwargs"), address=job["address"], multiplex=job.get("multiplex", 128), budget=None
         )
-        serve_until_told(server, drain_timeout=job.get("drain_timeout"))
+        path, after = job.get("stacks_path"), job.get("stacks_after", 0.0)
+        serve_until_told(
+            server,
+            drain_timeout=job.get("drain_timeout"),
+            alongside=None if path is None else lambda: beat(path, after),
+        )
     elif role == "server":
         from envserver.serve import make_server
 
@@ -51,7 +57,8 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
         # Half of the time until this process is killed is the runs', half of the rest the workers': a broker that is
         # killed leaves its folder behind.
         stop_timeout = job.pop("stop_timeout")
+        metrics_port = job.pop("metrics_port")
         made = make_server(**job, log_setup=log_setup, kill_grace=stop_timeout / 4)
-        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2)
+        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2, metrics_port=metrics_port)
     else:
         raise EnvServerError(f"no job has the role {role!r}")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from envserver.errors import EnvServerError
+
 MIB = 1 << 20
 
 
@@ -37,10 +39,47 @@ class PoolPolicy:
     spawn_floor: int = 4
     scale_up_share: float = 0.9
     """Another worker is started once so much of the ready workers' capacity is used."""
+    scale_down_share: float = 0.5
+    """A worker is ended once less than so much of the ready workers' capacity has been used …"""
+    scale_down_after: float = 60.0
+    """… for this long, with one worker fewer each time, …"""
+    scale_down_idle: float = 300.0
+    """… and that worker has had nothing to do for this long."""
+    load_look: float = 1.0
+    """Between two looks at the load of a pool that has a worker to spare, and at the workers' memory."""
+    max_worker_rss: int | None = None
+    """A worker whose process has more resident memory is replaced, at the earliest when it is steady. None: never."""
+    max_worker_age: float | None = None
+    """A worker that has been ready for longer is replaced. None: never."""
+    suspect_after: int = 2
+    """Deaths of workers on which a task was in flight, until it runs alone."""
+    refuse_after: int = 2
+    """Deaths of workers on which it ran alone, until it is refused."""
+    poison_records: int = 1024
+    """Tasks whose deaths are remembered."""
+    poison_forgotten_after: float = 3600.0
+    """Since the last of its deaths."""
+    lone_workers: int = 1
+    """Workers beside `max_workers` at most, for tasks that run alone."""
+    suspects_waiting: int = 1024
+    """Runs that wait for a lone worker at most; beyond it they fail."""
     kill_grace: float = 10.0
     """From SIGTERM to SIGKILL."""
     burial_timeout: float = 1.0
     """How long a dead worker's connection is read, when what it forked holds the other end open."""
+    probe_interval: float = 5.0
+    """Between two health probes of a worker, one outstanding, and two looks at the processes of a silent one."""
+    silent_after: float = 10.0
+    """A worker silent for this long is told of, with the stacks that it has written down by then."""
+    last_choice_after: float = 30.0
+    """A worker silent for this long gets a run only if every other is silent, too."""
+    kill_stopped_after: float = 30.0
+    """A worker that a signal has stopped, for this long, is killed."""
+    kill_blocked_after: float | None = None
+    """A silent worker is killed once it and all its processes have used nearly no CPU for this long. None: never, for a
+    synchronous call to a slow sandbox looks like that."""
+    blocked_share: float = 0.01
+    """Nearly no CPU: less than this share of one."""
     client_budget: int = 128 * MIB
     """What may wait for a client that does not read; beyond it the client is cut off."""
     worker_budget: int = 512 * MIB
@@ -49,6 +88,21 @@ class PoolPolicy:
     """How long workers that were sent SIGKILL may take to end until the pool stops without them."""
     flush_timeout: float = 1.0
     """How long the last answers of a pool that stops may take to leave."""
+    numbers_period: float | None = 30.0
+    """Between two log lines with the pool's numbers (INFO). None: no lines."""
+
+    def __post_init__(self) -> None:
+        limit = self.kill_blocked_after
+        if limit is not None and not limit >= self.silent_after:
+            raise EnvServerError(
+                f"kill_blocked_after is at least {self.silent_after:g} s, when a silent worker is reported, or None: "
+                f"never; not {limit:g}"
+            )
+
+    @property
+    def watch_interval(self) -> float:
+        """Between two looks at who is silent."""
+        return self.probe_interval / 5
 
     def open_delay(self, failures: int) -> float:
         """Until the next place may be opened, after so many failures in a row (at least one)."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import shutil
@@ -13,23 +14,27 @@ from typing import Any, NoReturn, Self
 
 import zmq
 
+from envserver.checks import check_limits, check_numbers
+from envserver.chronicle import Chronicle
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
 from envserver.folder import short_folder
+from envserver.frontend import Frontend
 from envserver.jobs import pack_callable
-from envserver.limits import PoolPolicy
-from envserver.outbox import Outbox
-from envserver.slots import Action, Bury, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.limits import MIB, PoolPolicy
+from envserver.memory import rss_of
+from envserver.metrics import Sample, in_a_line, samples_of
+from envserver.quarantine import Quarantine
+from envserver.slot import Action, Bury, Drain, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 from envserver.startup import startup_error
 from envserver.teardown import run_to_end
+from envserver.watch import Watch
 from envserver.wire import Part, decode, encode
 from envserver.worker import Worker
-from envserver.zsocket import ZSocket, check_address, listen, unlink_address
+from envserver.zsocket import check_address
 
 logger = logging.getLogger("envserver")
-
-MAX_SOCKETS = 65_536
-"""zmq's own limit is for 340 workers."""
 
 PROBE_AGAIN = 1.0
 """Seconds until a worker that says that it is not well is asked again."""
@@ -38,13 +43,16 @@ PROBE_AGAIN = 1.0
 class EnvServerPool:
     """Serves the env `package.module:factory` on `address` from worker processes; speaks what `EnvServer` speaks.
 
-    `elastic`: one worker at first, and more, up to `max_workers` (None: no limit), as the requests in flight reach 90 %
-    of `multiplex` for each ready worker. Else `max_workers` at once; the pool is up when one of them is ready.
+    `elastic`: `min_workers` at first, and more, up to `max_workers` (None: no limit), as the requests in flight reach
+    90 % of `multiplex` for each ready worker, and fewer again when that is more than they need for long. Else
+    `max_workers` at once; the pool is up when one of them is ready.
     `env_kwargs` are JSON values. `log_setup`, a function of a module, is called in each worker; with `log_path`
     "env.log" worker 2 writes to "env-worker-2.log", without it to a file that goes with the pool.
 
     A worker's death fails the runs it had, with `success=False` and its pid and signal, and nothing else; another takes
-    its place by the rules of `slots`. Nothing is run twice. A run that finds no ready worker fails at once.
+    its place by the rules of `slots`. Nothing is run twice. A run that finds no ready worker fails at once. A task that
+    was there at two deaths runs alone, on one worker more, and is refused after two deaths there (`poison`).
+    `policy` has all figures, and what makes a worker be replaced while it is well: its age or its memory.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class EnvServerPool:
         *,
         max_workers: int | None,
         elastic: bool = True,
+        min_workers: int = 1,
         multiplex: int = 128,
         address: str = "tcp://127.0.0.1:0",
         log_setup: Callable[[], None] | None = None,
@@ -62,12 +71,9 @@ class EnvServerPool:
     ) -> None:
         if not isinstance(env, str) or ":" not in env:
             raise EnvServerError(f"workers load their env themselves: name it as package.module:factory, not {env!r}")
-        if max_workers is None and not elastic:
-            raise EnvServerError("elastic=False starts max_workers at once: give their number")
-        if max_workers is not None and max_workers < 1:
-            raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
-        if multiplex < 1:
-            raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+        self._policy = policy or PoolPolicy()
+        check_numbers(max_workers, elastic, min_workers, multiplex)
+        check_limits(self._policy)
         check_address(address, "cannot listen on")
         self.address = address
         """Where it listens; concrete once `start` has returned."""
@@ -80,24 +86,46 @@ class EnvServerPool:
             "drain_timeout": 0.0,  # the pool has waited for its runs before it ends a worker
         }
         self._log_path = None if log_path is None else Path(log_path)
-        self._policy = policy or PoolPolicy()
         self._slots = Slots(
-            self._policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex, luck=iter(random.random, None)
+            self._policy,
+            max_workers=max_workers,
+            elastic=elastic,
+            min_workers=min_workers,
+            multiplex=multiplex,
+            luck=iter(random.random, None),
         )
         self._dispatcher = Dispatcher(
-            on_missed=self._missed, on_load=self._tick, on_health=self._health, on_idle=self._idle
+            on_missed=self._missed,
+            on_load=self._tick,
+            on_health=self._health,
+            on_idle=self._idle,
+            on_withdrawn=lambda run: self._quarantine.withdrawn(run),
         )
+        self._quarantine = Quarantine(
+            self._policy,
+            self._slots,
+            self._dispatcher,
+            now=lambda: self._now,
+            lone=lambda: (worker for slot, worker in self._workers.items() if slot.lone),
+            retire=lambda worker: self._supervise(lambda: self._slots.retire(worker.slot, self._now)),
+            wake=self._look_soon,
+        )
+        self._slots.on_move = self._dispatcher.metrics.moved
         self._workers: dict[Slot, Worker] = {}
         """Of each slot that has one, until it is buried."""
-        self._causes: dict[int, str] = {}
-        """Of each slot, its first failed start since a worker was ready there: what follows is often only its echo."""
-        self._last_death = ""
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._listener: zmq.Socket[bytes] | None = None
-        self._frontend: ZSocket | None = None
+        self._chronicle = Chronicle()
+        self._frontend = Frontend()
         self._folder: Path | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Handle | None = None
+        self._watch = Watch(
+            self._policy,
+            on_suspect=lambda worker: self._supervise(lambda: self._slots.silent(worker.slot, self._now)),
+            on_back=lambda worker: self._supervise(lambda: self._slots.answered(worker.slot, self._now)),
+            on_hung=lambda worker, why: self._supervise(lambda: self._slots.hung(worker.slot, self._now, why)),
+            on_failure=self._crashed,
+        )
+        self._numbers_timer: asyncio.TimerHandle | None = None
         self._burials: dict[Worker, asyncio.TimerHandle] = {}
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
@@ -123,15 +151,17 @@ class EnvServerPool:
         self._loop = asyncio.get_running_loop()
         self._up = self._loop.create_future()
         try:
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
-            self._listener, self.address = listen(self._context, self.address)
+            self.address = self._frontend.open(self.address)
             self._folder = short_folder()
             self._supervise(lambda: self._slots.start(self._now))
             await self._up
-            self._frontend = ZSocket(self._listener, self._dispatcher.on_request, self._flush)
-            self._dispatcher.outbox = Outbox(self._frontend, self._dispatcher.cut_off, self._policy.client_budget)
+            self._dispatcher.outbox = self._frontend.serve(
+                self._dispatcher.on_request, self._dispatcher.cut_off, self._policy.client_budget
+            )
+            if self._policy.max_worker_rss is not None:
+                self._measure()
+            self._set_numbers_timer()
         except BaseException:
             await self.stop()
             raise
@@ -168,10 +198,25 @@ class EnvServerPool:
         return self._dispatcher.dropped
 
     def states(self) -> dict[str, int]:
-        """How many slots are in which state, and how many requests are in flight."""
+        """How many slots are in which state, how many requests are in flight, and, where there are suspects, how many
+        lone workers and runs that wait for one."""
         counts = {state.value: self._slots.count(state) for state in State}
+        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "waiting": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
+
+    def samples(self) -> list[Sample]:
+        """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
+        loads = {worker.number: len(worker.requests) for worker in [*self._workers.values()]}
+        return samples_of(self._dispatcher.metrics, self._slots, loads, self.dropped, self._quarantine.waiting)
+
+    def _set_numbers_timer(self) -> None:
+        if self._policy.numbers_period is not None:
+            self._numbers_timer = self._loop.call_later(self._policy.numbers_period, self._tell_numbers)
+
+    def _tell_numbers(self) -> None:
+        logger.info("numbers: %s", in_a_line(self.samples()))
+        self._set_numbers_timer()
 
     # Carrying out what the slots decide
 
@@ -209,6 +254,8 @@ class EnvServerPool:
                     self._spawn(slot)
                 case Terminate(slot, hard):
                     self._terminate(slot, hard)
+                case Drain(slot):
+                    self._drain_worker(self._workers[slot])
                 case Bury(slot):
                     self._bury(self._workers[slot])
                 case GiveUp(slot):
@@ -216,14 +263,15 @@ class EnvServerPool:
         self._refresh_ready()
         if self._timer is not None:
             self._timer.cancel()
-        due = self._slots.due_at()
-        self._timer = None if due == float("inf") else self._loop.call_at(due, self._tick)
+        due = min(self._slots.due_at(), self._quarantine.due_at())
+        self._timer = None if due == math.inf else self._loop.call_at(due, self._tick)
 
     def _refresh_ready(self) -> None:
-        workers = self._workers
-        self._dispatcher.ready = [
-            worker for slot, worker in workers.items() if slot.state is State.READY and worker.dispatchable
+        offered = [
+            (slot.state, worker) for slot, worker in self._workers.items() if worker.dispatchable and not slot.lone
         ]
+        self._dispatcher.ready = [worker for state, worker in offered if state is State.READY]
+        self._dispatcher.suspect = [worker for state, worker in offered if state is State.SUSPECT]
         self._dispatcher.load_limit = self._slots.scale_up_at
         well = self._crash is None and not self._draining
         self._dispatcher.health = encode(
@@ -231,6 +279,7 @@ class EnvServerPool:
                 "success": well,
                 "error": None if well else self._dispatcher.refusal,
                 "ready": self._slots.ready,
+                "suspect": self._slots.count(State.SUSPECT),
                 "starting": self._slots.starting,
                 "capacity": self._slots.capacity,
             }
@@ -239,18 +288,17 @@ class EnvServerPool:
 
     def _tick(self) -> None:
         self._wake = None
-        before = len(self._slots.map)
-        self._supervise(lambda: self._slots.tick(self._now, self._dispatcher.load))
-        if (more := len(self._slots.map) - before) > 0:
+        before = self._slots.own
+        self._supervise(self._look)
+        if (more := self._slots.own - before) > 0:
             logger.info("%d more worker(s): %d requests in flight", more, self.in_flight)
 
     def _spawn(self, slot: Slot) -> None:
-        assert self._context is not None
         assert self._folder is not None
         try:
             worker = Worker(
                 slot,
-                self._context,
+                self._frontend.context,
                 job=self._job,
                 path=f"{self._folder}/{slot.generation}",
                 log_path=self._log_of(slot),
@@ -260,13 +308,13 @@ class EnvServerPool:
                 on_exit=self._watched(self._exited),
             )
         except (EnvServerError, zmq.ZMQError) as error:  # no processes, descriptors or sockets left
-            self._note_failure(slot, f"worker {slot.number} cannot be started: {error}", "")
+            self._chronicle.failed(slot, f"worker {slot.number} cannot be started: {error}")
             if self._up is not None and not self._up.done():
                 self._up.set_exception(EnvServerError(str(error)))
             report = self._slots.spawn_failed
         else:
             self._workers[slot] = worker
-            logger.info("%s is starting", worker)
+            logger.info("%s is starting%s", worker, self._purpose(slot))
             report = self._slots.spawned
         self._refresh(report(slot, self._now))
         self._tell_next(slot)
@@ -275,6 +323,8 @@ class EnvServerPool:
         worker = self._workers[slot]
         if slot.overdue:
             logger.warning("%s is not ready after %g s: it is killed", worker, self._policy.start_timeout)
+        elif slot.hung:
+            logger.warning("%s is killed: %s", worker, slot.hung)
         elif not slot.planned:
             logger.warning("%s has lost its connection: it is ended", worker)
         worker.child.send_signal(signal.SIGKILL if hard else signal.SIGTERM)
@@ -302,6 +352,7 @@ class EnvServerPool:
 
     def _health(self, worker: Worker, data: Part) -> None:
         if worker.slot.state is not State.STARTING:
+            self._watch.answered(worker)
             return
         try:
             well = decode(data).get("success") is True
@@ -311,21 +362,34 @@ class EnvServerPool:
             self._loop.call_later(PROBE_AGAIN, self._probe, worker)
             return
         worker.dispatchable = True
-        self._causes.pop(worker.number, None)
+        self._watch.add(worker)
+        self._chronicle.ready(worker.slot)
         logger.info("%s is ready after %.1f s", worker, worker.child.seconds)
         self._supervise(lambda: self._slots.answered(worker.slot, self._now))
         if self._up is not None and not self._up.done() and self._slots.up:
             self._up.set_result(None)
+        if worker.slot.lone:
+            self._quarantine.look()
 
     def _probe(self, worker: Worker) -> None:
         if not worker.closed:
             worker.probe()
 
     def _idle(self, worker: Worker) -> None:
-        if self._draining and not worker.requests:
+        worker.slot.idle_since = self._now
+        if worker.slot.lone:
+            self._quarantine.idle(worker)
+        if worker.slot.state is State.DRAINING and not worker.requests:
             self._supervise(lambda: self._slots.empty(worker.slot, self._now))
         if self._draining:
             self._notify()
+
+    def _drain_worker(self, worker: Worker) -> None:
+        """It gets no more runs and ends after its last one, for another has taken its place or none is needed."""
+        if not worker.slot.lone:
+            logger.info("%s is ended, with %d requests on it that it may finish", worker, len(worker.requests))
+        if not worker.requests:
+            self._refresh(self._slots.empty(worker.slot, self._now))
 
     def _lost(self, worker: Worker) -> None:
         self._refresh_ready()
@@ -341,31 +405,21 @@ class EnvServerPool:
 
     def _exited(self, worker: Worker) -> None:
         worker.dispatchable = False
+        self._watch.drop(worker)
         slot = worker.slot
-        if slot.planned:
+        if slot.planned and slot.put_down:
             logger.info("%s %s", worker, worker.end)
         else:
             what = (
                 f"{worker} {worker.end} after {worker.child.seconds:.1f} s, with {len(worker.requests)} requests on it"
             )
-            self._note_failure(slot, what, worker.child.tail())
+            self._chronicle.failed(slot, what, worker.child.tail())
         if self._crash is not None:
             worker.close()
             self._workers.pop(slot, None)
             self._notify()
             return
         self._supervise(lambda: self._slots.exited(slot, self._now, worker.child.returncode or 0))
-
-    def _note_failure(self, slot: Slot, what: str, tail: str) -> None:
-        self._last_death = what
-        in_full = f"{what}\n{tail}" if tail else what
-        if slot.ready_at is not None:
-            logger.warning("%s", in_full)
-        elif slot.number in self._causes:
-            logger.warning("%s", what)
-        else:
-            self._causes[slot.number] = in_full
-            logger.warning("%s", in_full)
 
     def _bury(self, worker: Worker) -> None:
         """Deliver what a worker that has ended had queued: all that reached the kernel is read until the end."""
@@ -388,34 +442,64 @@ class EnvServerPool:
         ended = f"{worker} of the env server {worker.end}"
         if self._draining:
             ended += ", as the server is shutting down"
+        runs = [request for request in worker.requests.values() if request.target is None]
         self._dispatcher.fail(worker, f"{ended}; this request was running there and is not run again")
         worker.close()
         self._workers.pop(slot, None)
+        if not self._draining:
+            self._quarantine.buried(worker, runs)
         self._supervise(lambda: self._slots.closed(slot, self._now))
         self._tell_next(slot)
 
     def _tell_next(self, slot: Slot) -> None:
-        if slot.state is State.BACKOFF:
-            logger.info("worker %d is started again in %.1f s", slot.number, slot.due - self._now)
-        elif slot.state is State.RETIRED:
-            cause = self._causes.pop(slot.number, "unknown")
-            logger.error("worker %d is given up, to be tried again later; it began with: %s", slot.number, cause)
+        self._chronicle.goes_on(slot, self._now)
+        if slot.lone and slot.state is State.RETIRED:
+            self._quarantine.failed(self._chronicle.last)
 
     def _missed(self) -> str:
         """A run has found no worker. Why, for its error."""
-        if self._wake is None:
-            self._wake = self._loop.call_soon(self._tick)
-        if self._dispatcher.ready:
+        self._look_soon()
+        if self._dispatcher.ready or self._dispatcher.suspect:
             return "no worker takes a request: too many bytes wait for each of them"
         states = ", ".join(f"{count} {name}" for name, count in self.states().items() if count and name != "in flight")
-        last = f"; last: {self._last_death}" if self._last_death else ""
+        last = f"; last: {self._chronicle.last}" if self._chronicle.last else ""
         return f"no worker is ready ({states or 'none is left; the next start is due later'}){last}"
+
+    def _look(self) -> list[Action]:
+        self._quarantine.look()
+        for slot, worker in self._workers.items():
+            if worker.requests:
+                slot.idle_since = math.inf
+        return self._slots.tick(self._now, self._dispatcher.load)
+
+    def _look_soon(self) -> None:
+        if self._wake is None and self._crash is None:
+            self._wake = self._loop.call_soon(self._tick)
+
+    def _purpose(self, slot: Slot) -> str:
+        """What it is started for, where that is not to serve as the others do."""
+        if slot.lone:
+            return ", for one run that is to be alone"
+        if (old := slot.replaces) is None:
+            return ""
+        hours = (self._now - (old.ready_at or self._now)) / 3600
+        return f", to replace {self._workers[old]}, ready for {hours:.1f} h, {old.rss / MIB:.0f} MiB"
+
+    def _measure(self) -> None:
+        """See how much memory the workers take."""
+        if self._draining:
+            return
+        for slot, worker in self._workers.items():
+            slot.rss = rss_of(worker.pid) or 0
+        self._tick()
+        self._loop.call_later(self._policy.load_look, self._measure)
 
     # Ends
 
     def _crashed(self, error: Exception) -> None:
         logger.critical("the pool's supervisor failed; all requests fail", exc_info=error)
         self._crash = error
+        self._watch.close()
         self._close_doors(f"the env server's supervisor failed: {error!r}")
         for slot, worker in [*self._workers.items()]:
             worker.dispatchable = False
@@ -436,6 +520,7 @@ class EnvServerPool:
     def _close_doors(self, why: str = "the env server is shutting down and takes no new runs") -> None:
         self._draining = True
         self._dispatcher.refusal = why
+        self._quarantine.close(why)
         self._refresh_ready()
 
     async def _stop(self) -> None:
@@ -457,30 +542,16 @@ class EnvServerPool:
             self._dispatcher.fail(worker, f"{worker} does not end; the env server is shutting down")
             worker.close()
         self._workers.clear()
+        self._watch.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        await self._close_frontend()
+        if self._numbers_timer is not None:
+            self._numbers_timer.cancel()
+        await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    async def _close_frontend(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            unlink_address(self.address)
-        if self._frontend is not None and self._dispatcher.outbox is not None:
-            outbox = self._dispatcher.outbox
-            deadline = self._now + self._policy.flush_timeout
-            while not outbox.empty and self._now < deadline:  # noqa: ASYNC110 - it sends by itself and tells nobody
-                await asyncio.sleep(0.01)
-            outbox.close()
-            self._frontend.close(linger=int(self._policy.flush_timeout * 1000))
-        elif listener is not None:
-            listener.close(0)
-        context, self._context = self._context, None  # two may be stopping it
-        if context is not None:
-            await asyncio.to_thread(context.term)
 
     def _notify(self) -> None:
         """Wake who waits in `_until`."""
@@ -492,11 +563,6 @@ class EnvServerPool:
             if changed.is_set():
                 changed = self._changed = asyncio.Event()
             await changed.wait()
-
-    def _flush(self) -> None:
-        outbox = self._dispatcher.outbox
-        if outbox is not None and not outbox.empty:
-            outbox.flush()
 
     # Where things are
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import logging
 import multiprocessing
@@ -16,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envserver.checks import check_numbers
 from envserver.child import Child
 from envserver.env import Env
 from envserver.errors import EnvServerError
@@ -51,31 +53,42 @@ def make_server(
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
     kill_grace: float | None = None,
+    kill_blocked_after: float | None = None,
+    min_workers: int = 1,
+    max_worker_rss: int | None = None,
+    max_worker_age: float | None = None,
 ) -> "EnvServer | EnvServerPool":
     """What serves an env with these numbers: one worker is this process itself, more are a pool's, which gives them
     `kill_grace` seconds from SIGTERM to SIGKILL (None: the policy's)."""
-    if max_workers is not None and max_workers < 1:
-        raise EnvServerError(f"max_workers is at least 1, or None for any number; not {max_workers}")
-    if multiplex < 1:
-        raise EnvServerError(f"multiplex is at least 1, not {multiplex}")
+    check_numbers(max_workers, elastic, 1, multiplex)
     if max_workers == 1:
+        for name, value in (
+            ("kill_blocked_after", kill_blocked_after),
+            ("max_worker_rss", max_worker_rss),
+            ("max_worker_age", max_worker_age),
+            ("min_workers", None if min_workers == 1 else min_workers),
+        ):
+            if value is not None:
+                raise EnvServerError(f"{name} is for worker processes: give max_workers more than 1")
         return EnvServer(env, env_kwargs, address=address or ADDRESS, multiplex=multiplex)
     if not isinstance(env, str):
         raise EnvServerError("workers load their env themselves: name it, as package.module:factory")
-    if max_workers is None and not elastic:
-        raise EnvServerError("elastic=False starts max_workers at once: give their number")
     from envserver.pool import EnvServerPool
 
+    policy = PoolPolicy(
+        kill_blocked_after=kill_blocked_after, max_worker_rss=max_worker_rss, max_worker_age=max_worker_age
+    )
     return EnvServerPool(
         env,
         env_kwargs,
         max_workers=max_workers,
         elastic=elastic,
+        min_workers=min_workers,
         multiplex=multiplex,
         address=address or ADDRESS,
         log_setup=log_setup,
         log_path=log_path,
-        policy=None if kill_grace is None else PoolPolicy(kill_grace=kill_grace),
+        policy=policy if kill_grace is None else dataclasses.replace(policy, kill_grace=kill_grace),
     )
 
 
@@ -91,22 +104,33 @@ def serve_env(
     death_pipe: Any = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    drain_timeout: float = DRAIN_TIMEOUT,
+    kill_blocked_after: float | None = None,
+    metrics_port: int | None = None,
+    min_workers: int = 1,
+    max_worker_rss: int | None = None,
+    max_worker_age: float | None = None,
 ) -> None:
     """Serve an env until SIGTERM or SIGINT: what a script calls, or the target of a `multiprocessing.Process`.
 
     `env`: `package.module:factory`, called with `env_kwargs` (JSON values where there are workers); for a single
     server also the env itself. `max_workers` 1 serves from this process; more, or None for any number, from worker
-    processes behind a broker: one at first and more as load grows, or all of them at once with `elastic=False`. A
-    worker takes `multiplex` runs before another is started. `address` None is a free port on 127.0.0.1.
+    processes behind a broker: `min_workers` at first, more as load grows and fewer when it is gone for long, or all of
+    them at once with `elastic=False`. A worker takes `multiplex` runs before another is started. A worker whose
+    process has more than `max_worker_rss` bytes of resident memory, or has been ready for `max_worker_age` seconds, is
+    replaced: the new one starts first, and the old one's runs end there. `address` None is a free port on 127.0.0.1.
+    `kill_blocked_after`: a worker that does not answer is killed, and its runs fail, once its processes have used no
+    CPU for so many seconds (at least 10). None: it is only reported, for it may be waiting for a slow answer.
 
     `address_queue` (a multiprocessing queue, or a connection to write to) is told the address once it serves;
     `wait_for_address` is the other end. `death_pipe` (a connection or a descriptor to read from): when its other end
     is closed this process ends within a second, as it does when the process that started it with multiprocessing has
     gone. `log_setup` is called here and in every worker. `log_path`: this process's stdout and stderr are appended to
-    that file from now on.
+    that file from now on. `metrics_port`: its numbers are at `http://127.0.0.1:PORT/metrics` for Prometheus (extra
+    `prometheus`; 0 is any free port, which the log tells).
 
-    At the first signal no new run is taken, and those under way get 30 seconds; a second one ends the wait, more have
-    no effect. Raises `EnvServerError` if it cannot be served.
+    At the first signal no new run is taken, and those under way get `drain_timeout` seconds; a second one ends the
+    wait, more have no effect. Raises `EnvServerError` if it cannot be served.
     """
     if log_path is not None:
         _redirect_output(log_path)
@@ -128,8 +152,12 @@ def serve_env(
             address=address,
             log_setup=log_setup,
             log_path=log_path,
+            kill_blocked_after=kill_blocked_after,
+            min_workers=min_workers,
+            max_worker_rss=max_worker_rss,
+            max_worker_age=max_worker_age,
         )
-        serve_until_told(server, ready=ready)
+        serve_until_told(server, ready=ready, drain_timeout=drain_timeout, metrics_port=metrics_port)
     except BaseException:
         if log_path is not None:
             with contextlib.suppress(OSError):
@@ -143,9 +171,10 @@ def serve_until_told(
     ready: Callable[[str], None] | None = None,
     drain_timeout: float | None = None,
     alongside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    metrics_port: int | None = None,
 ) -> None:
-    """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs from
-    before its start until after its end."""
+    """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs, and
+    `metrics_port` is served, from before its start until after its end."""
 
     async def serve() -> None:
         beside = None if alongside is None else asyncio.create_task(alongside())
@@ -156,7 +185,24 @@ def serve_until_told(
                 beside.cancel()
                 await run_to_end(_ended(beside))
 
-    asyncio.run(serve())
+    with contextlib.nullcontext() if metrics_port is None else _metrics_of(server, metrics_port):
+        asyncio.run(serve())
+
+
+@contextmanager
+def _metrics_of(server: "EnvServer | EnvServerPool", port: int) -> Iterator[None]:
+    try:
+        from envserver.prometheus import register, serving_metrics
+    except ImportError as error:
+        raise EnvServerError(f"no metrics: {error}") from None
+    with contextlib.ExitStack() as stack:
+        stack.callback(register(server))
+        try:
+            bound = stack.enter_context(serving_metrics(port))
+        except (OSError, OverflowError) as error:
+            raise EnvServerError(f"no metrics can be served on port {port} of 127.0.0.1: {error}") from None
+        logger.info("metrics are on http://127.0.0.1:%d/metrics", bound)
+        yield
 
 
 async def _serve(
@@ -276,8 +322,13 @@ async def env_server(
     address: str | None = None,
     log_setup: Callable[[], None] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    kill_blocked_after: float | None = None,
     timeout: float = TIMEOUT,
     stop_timeout: float = STOP_TIMEOUT,
+    metrics_port: int | None = None,
+    min_workers: int = 1,
+    max_worker_rss: int | None = None,
+    max_worker_age: float | None = None,
 ) -> AsyncIterator[str]:
     """A server in a process of its own: `async with env_server("package.module:factory") as address`.
 
@@ -298,7 +349,12 @@ async def env_server(
             "address": address,
             "log_setup": pack_callable(log_setup),
             "log_path": None if log_path is None else os.fspath(log_path),
+            "kill_blocked_after": kill_blocked_after,
             "stop_timeout": stop_timeout,
+            "metrics_port": metrics_port,
+            "min_workers": min_workers,
+            "max_worker_rss": max_worker_rss,
+            "max_worker_age": max_worker_age,
         }
         yield await server.start(job, timeout)
     finally:

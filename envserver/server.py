@@ -10,6 +10,16 @@ import zmq
 
 from envserver.env import Emit, Env, check_env, load_env
 from envserver.errors import EnvServerError
+from envserver.metrics import (
+    CAPACITY,
+    CLIENT_GONE,
+    ENV,
+    SHUTTING_DOWN,
+    SLOTS,
+    Metrics,
+    Sample,
+    samples_of_requests,
+)
 from envserver.outbox import BUDGET, Outbox
 from envserver.teardown import run_to_end
 from envserver.wire import (
@@ -26,6 +36,7 @@ from envserver.wire import (
     failure,
     parse_request,
     success,
+    tells_failure,
 )
 from envserver.zsocket import TURN, ZSocket, check_address, listen, unlink_address
 
@@ -67,13 +78,14 @@ class EnvServer:
         check_address(address, "cannot listen on")
         self.address = address
         self.dropped = 0
+        self._metrics = Metrics()
         self._env: Env = env
         self._multiplex = multiplex
         self._budget = budget
         self._running: dict[tuple[bytes, bytes], _Run] = {}
         self._idle = asyncio.Event()
         self._draining = False
-        self._why = "cancelled"
+        self._why: str | None = None
         self._ending = asyncio.Event()
         self._started = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -152,6 +164,15 @@ class EnvServer:
             "in flight": self.in_flight
         }
 
+    def samples(self) -> list[Sample]:
+        """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
+        states = {name: count for name, count in self.states().items() if name != "in flight"}
+        return [
+            *[Sample(SLOTS, (state,), count) for state, count in states.items()],
+            Sample(CAPACITY, (), self._multiplex * states["ready"]),
+            *samples_of_requests(self._metrics, self.in_flight, self.dropped),
+        ]
+
     async def _serve(self, up: asyncio.Event) -> None:
         try:
             async with self._env.serving():
@@ -212,15 +233,19 @@ class EnvServer:
 
     def _start_run(self, request: Request) -> None:
         if self._draining:
+            self._metrics.requests += 1
+            self._metrics.failed[SHUTTING_DOWN] += 1
             self._reply(request, failure("the env server is shutting down and takes no new runs"))
             return
         key = (request.client, request.id)
         if key in self._running:
             self._drop("a run with its id is under way")  # an answer would be taken for that one's
             return
+        self._metrics.requests += 1
         try:
             payload = decode(request.payload)
         except ValueError as error:
+            self._metrics.failed[ENV] += 1
             self._reply(request, failure(f"a bad request: {error}"))
             return
         run = _Run(request, self)
@@ -243,12 +268,16 @@ class EnvServer:
         if not self._running:
             self._idle.set()
         if task.cancelled():
-            data = failure(run.why or self._why)
+            data = failure(run.why or self._why or "cancelled")
         elif (error := task.exception()) is not None:
             logger.warning("a run failed: %s", _describe(error), exc_info=error)
             data = failure(_describe(error))
         else:
             data = _checked(task.result())
+        if task.cancelled() and not (run.why or self._why):
+            self._metrics.cancelled += 1
+        elif tells_failure(data):
+            self._metrics.failed[ENV if not task.cancelled() else CLIENT_GONE if run.why else SHUTTING_DOWN] += 1
         self._reply(run.request, data)
 
     def _cancel(self, request: Request) -> None:

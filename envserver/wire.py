@@ -26,6 +26,11 @@ MAX_METHOD = 64
 """Bytes. A longer one is no method that anybody misspelt."""
 
 
+FAILED = b"\xa7success\xc2"
+FAILED_WITHIN = 5 + len(FAILED)
+"""Bytes: the header of a map takes five at most."""
+
+
 class Request(NamedTuple):
     client: bytes
     id: bytes
@@ -106,6 +111,13 @@ def failure(text: str) -> bytes:
     """The reply to a request that did not."""
     # A lone surrogate, as in a path or an argument that is no text, has no UTF-8.
     return encode({"success": False, "error": text.encode("utf-8", "backslashreplace").decode()})
+
+
+def tells_failure(data: Part) -> bool:
+    """Whether a reply is a `failure`. By its first bytes, for nothing is decoded on its way through the broker:
+    `success` is the first field of ours and of the peers'."""
+    head = data[:FAILED_WITHIN] if isinstance(data, bytes) else bytes(data.buffer[:FAILED_WITHIN])
+    return FAILED in head
 
 
 def cancel_payload(request_id: bytes) -> bytes:

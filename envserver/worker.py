@@ -9,9 +9,11 @@ from typing import Any
 import zmq
 
 from envserver.child import Child
+from envserver.fingerprint import fingerprint
 from envserver.limits import PoolPolicy
 from envserver.outbox import Outbox, Sender
-from envserver.slots import Slot
+from envserver.slot import Slot
+from envserver.stacks import wanted as stacks_wanted
 from envserver.wire import HEALTH, Part, encode
 from envserver.zsocket import CONNECTED, DISCONNECTED, LARGE, ConnectionWatch, ZSocket
 
@@ -21,26 +23,55 @@ PROBE_ID = b"probe"
 LANE = b""
 """A worker's outbox has one client: the worker."""
 
+KEPT = 16 << 10
+"""Bytes of a run's payload that are kept until its end, for its task is asked for only when its worker dies."""
+
 RECONNECT = 10, 250
 """Milliseconds between two tries to connect to a worker that has not bound its path yet: at first, at most."""
 
 
 class Request:
-    """A run, or the cancel of one, that a worker has and has not answered."""
+    """A run, or the cancel of one, that has not been answered."""
 
-    __slots__ = ("client", "id", "target", "wire_id", "worker")
+    __slots__ = ("_payload", "_task", "cancelled", "client", "id", "target", "wire_id", "worker")
 
     def __init__(
-        self, client: bytes | None, request_id: bytes, worker: "Worker", wire_id: bytes, target: "Request | None" = None
+        self, client: bytes | None, request_id: bytes, payload: Part = b"", target: "Request | None" = None
     ) -> None:
         self.client = client
         """Who asked. None: nobody waits for the answer any more."""
         self.id = request_id
-        self.worker = worker
-        self.wire_id = wire_id
-        """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
         self.target = target
         """Of a cancel: the run."""
+        self.worker: Worker | None = None
+        """Who has it. None: it waits for its turn on a lone worker."""
+        self.cancelled = False
+        """Of a run: its client has cancelled it."""
+        self.wire_id = b""
+        """What the worker knows it by: the broker's own, for the ids of two clients may be equal."""
+        self._payload: Part | None = payload
+        self._task: bytes | None = None
+
+    @property
+    def payload(self) -> Part:
+        """Until it is sent."""
+        assert self._payload is not None
+        return self._payload
+
+    @property
+    def task(self) -> bytes:
+        """The fingerprint of what it is about."""
+        if self._task is None:
+            self._task = fingerprint(self.payload)
+        return self._task
+
+    def sent_to(self, worker: "Worker", wire_id: bytes) -> None:
+        """The payload is kept for as long as that is cheaper than to look at what may never be asked for."""
+        self.worker = worker
+        self.wire_id = wire_id
+        if self._task is not None or len(self.payload) > KEPT:
+            self._task = self.task
+            self._payload = None
 
 
 class Worker:
@@ -66,13 +97,18 @@ class Worker:
     ) -> None:
         self.slot = slot
         self.number = slot.number
+        self.generation = slot.generation
         self.requests: dict[bytes, Request] = {}
         """By wire id: what has not been answered."""
         self.dispatchable = False
         """It may get runs: set when it is ready, taken away at the first sign that it is going."""
         self.connected = False
         self.closed = False
+        self.stacks_path = f"{path}.stacks" if stacks_wanted() else None
+        """Where it writes down its stacks, if it does."""
         self._path = path
+        self._heard = False
+        self._on_message = on_message
         self._budget = policy.worker_budget
         self._on_lost = on_lost
         socket = context.socket(zmq.DEALER)
@@ -81,7 +117,7 @@ class Worker:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT[1])
         with contextlib.ExitStack() as undo:
             undo.callback(socket.close, 0)
-            self.zsocket = ZSocket(socket, lambda parts: on_message(self, parts), self._flush)
+            self.zsocket = ZSocket(socket, self._received, self._flush)
             undo.callback(self.zsocket.close)
             self._watch = ConnectionWatch(socket, self._connection)
             undo.callback(self._watch.close)
@@ -89,8 +125,9 @@ class Worker:
             self._lane = Outbox(_Lane(self.zsocket), lambda _: None, budget=None)
             undo.callback(self._lane.close)
             self.probe()
+            stacks = {"stacks_path": self.stacks_path, "stacks_after": policy.silent_after}
             self.child = Child.spawn(
-                {**job, "role": "worker", "address": f"ipc://{path}"},
+                {**job, **stacks, "role": "worker", "address": f"ipc://{path}"},
                 log_path=log_path,
                 on_exit=lambda _: on_exit(self),
             )
@@ -104,7 +141,9 @@ class Worker:
     def end(self) -> str:
         """How the process ended, as it follows its name."""
         reason = self.child.exit_reason
-        return f"was {reason}" if reason.startswith("killed") else reason
+        if not reason.startswith("killed"):
+            return reason
+        return f"was {reason} ({self.slot.hung})" if self.slot.hung else f"was {reason}"
 
     @property
     def in_arrears(self) -> bool:
@@ -125,6 +164,11 @@ class Worker:
     def probe(self) -> None:
         self.send([PROBE_ID, HEALTH, encode({})])
 
+    def take_heard(self) -> bool:
+        """Whether anything has come from it since the last call."""
+        heard, self._heard = self._heard, False
+        return heard
+
     def read_rest(self) -> None:
         """Handle all that has arrived from a worker that has ended."""
         while self.zsocket.receive_now():
@@ -144,8 +188,14 @@ class Worker:
         self._watch.close()
         self.zsocket.close()
         self.child.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        for path in (self._path, self.stacks_path):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def _received(self, parts: list[Part]) -> None:
+        self._heard = True
+        self._on_message(self, parts)
 
     def _flush(self) -> None:
         if not self._lane.empty:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from interception.base import Slot
 from interception.session import RolloutSession, Upstream
 from interception.settings import PREFIX, TUNNELS, Settings, SettingsError
 from interception.trace import Trace, Turn
-from tunnel import TunnelConfig, TunnelError
+from tunnel import Tunnel, TunnelConfig, TunnelError
 
 T = TypeVar("T")
 
@@ -109,6 +109,9 @@ SET_HELP = (
 )
 
 
+METRICS_HELP = "Numbers for Prometheus at /metrics, on 127.0.0.1. 0: any free port."
+
+
 @app.command(epilog="Example: interception demo --upstream http://gpu:8000/v1 --model qwen --rollouts 60")
 def demo(
     rollouts: Annotated[
@@ -185,6 +188,10 @@ def tunnel_(
         ),
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", envvar=_variable("tunnel", "metrics_port"), help=METRICS_HELP),
+    ] = None,
 ) -> None:
     """Make a local service public, and keep it so until Ctrl-C.
 
@@ -209,7 +216,8 @@ def tunnel_(
             print(url, flush=True)
         _say(f"{url} leads to 127.0.0.1:{port}; Ctrl-C ends it")
 
-    run_until_interrupted(expose(config, port, health=health, on_url=on_url, say=_say))
+    with _metrics_page(metrics_port) as show:
+        run_until_interrupted(expose(config, port, health=health, on_url=on_url, say=_say, on_tunnel=show))
 
 
 @app.command(epilog="Example: interception doctor --tunnel ssh://me@relay.example --json")
@@ -324,6 +332,10 @@ def run(
             help="Write the trace to this file (JSON lines), also after a failure.",
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", envvar=_variable("run", "metrics_port"), help=METRICS_HELP),
+    ] = None,
 ) -> None:
     """Run an agent program with its model calls caught and recorded.
 
@@ -353,17 +365,19 @@ def run(
         _say(f"model calls are caught at {slot.base_url}")
 
     try:
-        status = asyncio.run(
-            run_program(
-                command,
-                upstream=target,
-                model=model,
-                tunnel=through,
-                hidden=[api_key_env],
-                on_turn=lambda turn: _say(_turn_line(turn)),
-                on_ready=ready,
+        with _metrics_page(metrics_port) as show:
+            status = asyncio.run(
+                run_program(
+                    command,
+                    upstream=target,
+                    model=model,
+                    tunnel=through,
+                    hidden=[api_key_env],
+                    on_turn=lambda turn: _say(_turn_line(turn)),
+                    on_ready=ready,
+                    on_server=show,
+                )
             )
-        )
     except CannotRunError as error:
         _say(str(error))
         raise typer.Exit(error.status) from None
@@ -377,6 +391,31 @@ def run(
         if status == 0 and not session.calls_seen:
             status = NO_CALLS
     raise typer.Exit(status)
+
+
+@contextlib.contextmanager
+def _metrics_page(port: int | None) -> Iterator[Callable[[Any], object]]:
+    """Serves the page, if there is to be one; yields what shows a tunnel or a server there."""
+    if port is None:
+        yield lambda source: None
+        return
+    try:
+        from interception.prometheus import register
+        from tunnel import prometheus as tunnels
+    except ImportError as error:
+        raise typer.BadParameter(str(error), param_hint="--metrics-port") from None
+
+    def show(source: Any) -> None:
+        shown = tunnels.register if isinstance(source, Tunnel) else register
+        stack.callback(shown(source, "interception"))
+
+    with contextlib.ExitStack() as stack:
+        try:
+            url = tunnels.serve_page(stack, port)
+        except OSError as error:
+            raise typer.BadParameter(f"port {port} cannot be had: {error}", param_hint="--metrics-port") from None
+        _say(f"metrics are on {url}")
+        yield show
 
 
 def _say(line: str) -> None:

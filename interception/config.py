@@ -26,14 +26,21 @@ class InterceptionServerConfig(BaseInterceptionConfig):
     """Where it listens when no tunnel is required, for sandboxes that are containers on this host. None: loopback."""
 
 
-class StaticInterceptionPoolConfig(BaseInterceptionConfig):
+class BasePoolConfig(BaseInterceptionConfig):
+    """What the pools share."""
+
+    numbers_period: float | None = Field(None, gt=0)
+    """Seconds between two log lines (INFO) with the pool's numbers, say 30. None: no lines."""
+
+
+class StaticInterceptionPoolConfig(BasePoolConfig):
     """A fixed set of servers, each with its own tunnel. No cap: the set is sized by whoever writes it."""
 
     type: Literal["static"] = "static"
     servers: list[InterceptionServerConfig] = Field(min_length=1)
 
 
-class ElasticInterceptionPoolConfig(BaseInterceptionConfig):
+class ElasticInterceptionPoolConfig(BasePoolConfig):
     """Servers started on demand, one for every `multiplex` rollouts."""
 
     type: Literal["elastic"] = "elastic"

@@ -98,6 +98,7 @@ class ElasticInterceptionPool(Pool):
         await self._stopped()
         if not self._started:
             self._started = True
+            self._begin_watching(self.config.numbers_period)
             self._warm = asyncio.get_running_loop().create_future()
             for _ in range(self.config.min_servers):
                 self._begin_start()
@@ -122,7 +123,8 @@ class ElasticInterceptionPool(Pool):
     @asynccontextmanager
     async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
         """See `Interception.acquire`."""
-        server, slot = await self._seat(session, timeout)
+        with self._acquire_errors.counted():
+            server, slot = await self._seat(session, timeout)
         try:
             yield slot
         finally:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from tunnel import HEALTH_PATH, TunnelConfig, make_tunnel
+from tunnel import HEALTH_PATH, Tunnel, TunnelConfig, make_tunnel
 from tunnel.probe import probe
 
 LOCAL_TIMEOUT = 5.0
@@ -11,9 +11,16 @@ LOCAL_TIMEOUT = 5.0
 
 
 async def expose(
-    config: TunnelConfig, port: int, *, health: str | None, on_url: Callable[[str], None], say: Callable[[str], None]
+    config: TunnelConfig,
+    port: int,
+    *,
+    health: str | None,
+    on_url: Callable[[str], None],
+    say: Callable[[str], None],
+    on_tunnel: Callable[[Tunnel], object] = lambda tunnel: None,
 ) -> None:
-    """Keep `127.0.0.1:port` public until cancelled; `on_url` gets the URL, `say` what is worth telling of the start.
+    """Keep `127.0.0.1:port` public until cancelled; `on_url` gets the URL, `say` what is worth telling of the start,
+    `on_tunnel` the tunnel before it is exposed.
 
     :param health: the path at which the service answers 200. None: it is asked whether it has ours, and if not any
         HTTP answer will do.
@@ -21,6 +28,7 @@ async def expose(
     Raises `TunnelError` if it cannot be made, and `TunnelGoneError` when it is gone.
     """
     tunnel = make_tunnel(config)
+    on_tunnel(tunnel)
     tunnel.health_path = await _health(port, health, say)
     gone = asyncio.Event()
     tunnel.on_gone = gone.set

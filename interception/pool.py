@@ -3,17 +3,30 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from interception.base import Interception, PoolMember, Slot
 from interception.config import InterceptionServerConfig, StaticInterceptionPoolConfig
+from interception.looplag import LoopWatch
+from interception.metrics import (
+    AcquireErrors,
+    Calls,
+    Past,
+    numbers_line,
+    samples_of_calls,
+    samples_of_lag,
+    samples_of_pool,
+    tunnel_of,
+)
 from interception.placement import place
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession, check_usable
 from interception.stats import PoolStats, ServerStats, url_of
 from tunnel import TunnelError, TunnelEvent
+from tunnel.metrics import Sample
+from tunnel.metrics import samples_of as samples_of_tunnels
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("interception")
@@ -46,6 +59,13 @@ class Pool(Interception):
         self._reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # why servers were lost, in order
         self._acquired = 0
         self._started = False
+        self._made = 0
+        self._acquire_errors = AcquireErrors()
+        # Replaced as one: a scrape in another thread must not find a server in both, or in neither.
+        self._counted: tuple[tuple[PoolMember, ...], Past] = (), Past()
+        self._watch: LoopWatch | None = None
+        self._watching = False
+        self._numbers_timer: asyncio.TimerHandle | None = None
 
     @property
     def servers(self) -> list[PoolMember]:
@@ -71,7 +91,53 @@ class Pool(Interception):
             idled=0,
             failed_starts=0,
             last_error=None,
+            lag=None if self._watch is None else self._watch.lag,
         )
+
+    def samples(self) -> list[Sample]:
+        """Its numbers, as `interception.prometheus` shows them; also from another thread."""
+        stats = self.stats()
+        members, past = self._counted
+        calls = Calls()
+        calls.add(past.calls)
+        for member in members:
+            if isinstance(theirs := getattr(member, "calls", None), Calls):
+                calls.add(theirs)
+        in_flight = sum(getattr(member, "in_flight", 0) for member in members)
+        lag = [] if stats.lag is None else samples_of_lag(stats.lag)
+        return [
+            *samples_of_pool(stats, self._made, self._acquire_errors),
+            *samples_of_calls(calls, in_flight),
+            *lag,
+        ]
+
+    def tunnel_samples(self) -> list[Sample]:
+        """Those of its servers' tunnels, of servers that are no more too."""
+        members, past = self._counted
+        tunnels = (tunnel for member in members if (tunnel := tunnel_of(member)) is not None)
+        return samples_of_tunnels(tunnels, past.tunnels)
+
+    def _begin_watching(self, numbers_period: float | None) -> None:
+        if not self._watching:
+            self._watching = True
+            self._watch = LoopWatch.join()
+            if numbers_period is not None:
+                self._set_numbers_timer(numbers_period)
+
+    def _set_numbers_timer(self, period: float) -> None:
+        self._numbers_timer = asyncio.get_running_loop().call_later(period, self._tell_numbers, period)
+
+    def _tell_numbers(self, period: float) -> None:
+        logger.info("numbers: %s", numbers_line(self.stats(), [*self.samples(), *self.tunnel_samples()]))
+        self._set_numbers_timer(period)
+
+    def _end_watching(self) -> None:
+        if self._numbers_timer is not None:
+            self._numbers_timer.cancel()
+            self._numbers_timer = None
+        if self._watching and self._watch is not None:
+            self._watching = False
+            self._watch.leave()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.stats().summary}>"
@@ -81,6 +147,9 @@ class Pool(Interception):
         server.on_change = lambda: self._server_changed(server)
         if isinstance(server, InterceptionServer):
             server.on_event = self._tunnel_event
+        members, past = self._counted
+        self._counted = (*members, server), past
+        self._made += 1
         return server
 
     def _tunnel_event(self, event: TunnelEvent) -> None:
@@ -128,6 +197,10 @@ class Pool(Interception):
                 await server.stop()
         except Exception:
             logger.exception("a server could not be stopped cleanly")
+        finally:
+            members, past = self._counted
+            if has(members, server):
+                self._counted = tuple(other for other in members if other is not server), past.and_of(server)
 
     async def stop(self) -> None:
         await run_to_end(self._stop_once())
@@ -143,6 +216,7 @@ class Pool(Interception):
 
     async def _stop(self) -> None:
         self._started = False
+        self._end_watching()
         servers = self._servers + self._retired
         self._servers, self._retired = [], []
         stopping = list(self._stopping)
@@ -171,6 +245,7 @@ class StaticInterceptionPool(Pool):
             if self._started:
                 return
             await self._stopped()
+            self._begin_watching(self.config.numbers_period)
             lost = self._lost
             try:
                 self._servers = [self._make(config) for config in self.config.servers]
@@ -197,7 +272,8 @@ class StaticInterceptionPool(Pool):
     @asynccontextmanager
     async def acquire(self, session: RolloutSession, *, timeout: float | None = None) -> AsyncIterator[Slot]:
         """See `Interception.acquire`; there is no cap, and so nothing to wait for."""
-        server, slot = self._seat(session)
+        with self._acquire_errors.counted():
+            server, slot = self._seat(session)
         try:
             yield slot
         finally:
@@ -221,7 +297,7 @@ async def _start_all(servers: list[PoolMember]) -> None:
             starting.create_task(server.start())
 
 
-def has(servers: list[PoolMember], server: PoolMember) -> bool:
+def has(servers: Sequence[PoolMember], server: PoolMember) -> bool:
     """By identity: members need neither be hashable nor differ."""
     return any(other is server for other in servers)
 

@@ -411,6 +411,7 @@ class Routes:
 
     def _ended(self, session: RolloutSession, call: Call) -> None:
         attempt, failed = call.turn.attempts[-1], call.exchange.failure
+        self._server.calls.attempt_ended(call.turn, failed)
         call.body = b""  # also where it was cancelled before it was sent
         # What refers to its own frames would keep the rollout's record until the garbage collector comes by.
         call.exchange.on_end = None

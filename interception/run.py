@@ -55,6 +55,7 @@ async def run(
     hidden: Iterable[str] = (),
     on_turn: Callable[[Turn], None] | None = None,
     on_ready: Callable[[Slot, RolloutSession], None] | None = None,
+    on_server: Callable[[InterceptionServer], object] = lambda server: None,
 ) -> int:
     """Run `command` with the slot's variables in its environment; its exit status, as a shell tells it (128 + n for a
     signal). Variables of ours named in `hidden` are kept from it.
@@ -70,6 +71,7 @@ async def run(
                 endpoint(upstream) as target,
                 InterceptionServer(config, requires_tunnel=tunnel is not None) as server,
             ):
+                on_server(server)
                 session = RolloutSession(target, model=model)
                 session.on_turn = on_turn
                 async with server.acquire(session) as slot:

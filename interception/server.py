@@ -16,12 +16,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from interception.base import Interception, Slot
 from interception.config import InterceptionServerConfig
+from interception.looplag import LoopWatch
+from interception.metrics import Calls, samples_of_calls, samples_of_lag
 from interception.routes import Routes
 from interception.session import RolloutSession, check_usable
 from interception.trace import Trace
 from interception.upstream import UpstreamClients
 from tunnel import StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
 from tunnel.base import in_url
+from tunnel.metrics import Sample
+from tunnel.metrics import samples_of as samples_of_tunnels
 from tunnel.teardown import run_to_end
 
 logger = logging.getLogger("interception")
@@ -77,6 +81,9 @@ class InterceptionServer(Interception):
         self._started = False
         self.in_flight = 0
         """Requests being answered, which a restart of its tunnel's client would fail."""
+        self.calls = Calls()
+        """For metrics."""
+        self._watch: LoopWatch | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -105,6 +112,8 @@ class InterceptionServer(Interception):
 
     async def _start(self) -> None:
         self._stack = AsyncExitStack()
+        self._watch = LoopWatch.join()
+        self._stack.callback(self._watch.leave)
         tunnel = self.tunnel
         self._stack.push_async_callback(self.upstreams.close)
         served = web.Server(
@@ -223,6 +232,15 @@ class InterceptionServer(Interception):
         where = self._base_url or "not started"
         health = "" if self.healthy else " lost" if self.tunnel is None else f" {self.tunnel.state.name}"
         return f"<InterceptionServer {where} load={self.load}{health}>"
+
+    def samples(self) -> list[Sample]:
+        """Its numbers, as `interception.prometheus` shows them; also from another thread."""
+        mine = samples_of_calls(self.calls, self.in_flight)
+        return mine if self._watch is None else mine + samples_of_lag(self._watch.lag)
+
+    def tunnel_samples(self) -> list[Sample]:
+        """Those of its tunnel; none without one."""
+        return samples_of_tunnels([] if self.tunnel is None else [self.tunnel], {})
 
     # -- its tunnel ----------------------------------------------------------------------------
 

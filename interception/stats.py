@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from interception.base import PoolMember
+from interception.looplag import LoopLag
 
 LINE = 300
 """Characters of an error that are shown; the whole of it is in the log."""
@@ -101,6 +102,8 @@ class PoolStats:
     """Tries that failed."""
     last_error: str | None
     """Of those."""
+    lag: LoopLag | None = None
+    """Of the event loop it runs on; None: it was never started."""
 
     @property
     def in_use(self) -> int:

@@ -17,6 +17,7 @@ import interception.cli
 from interception.demo.relay import SshRelay
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
+from tests.scrapes import Scrape
 from tests.sshd import Sshd, free_port, needs_sshd
 
 USER = "agent"
@@ -120,6 +121,22 @@ async def test_the_url_alone_on_stdout_and_what_happens_on_stderr(
         assert running.process.stdout is not None
         assert await running.process.stdout.read() == b""
     await until(lambda: not relay.forwards(USER))
+
+
+async def test_its_numbers_are_on_a_page_of_their_own(relay: SshRelay, local: Switch, tmp_path: Path) -> None:
+    async with exposed(str(local.port), "--metrics-port", "0", home=tmp_path) as running:
+        url = await running.url()
+        await until(lambda: running.said("metrics are on "))
+        page = next(line for line in running.told if "metrics are on " in line).rpartition(" ")[2]
+        async with aiohttp.ClientSession() as session, session.get(page) as response:
+            text = await response.text()
+        scrape = Scrape.read(text, ("tunnel_",))
+        assert scrape.get("tunnel_tunnels", name="interception", type="ssh", state="serving") == 1
+        assert url not in text
+        port = page.removesuffix("/metrics").rpartition(":")[2]
+        async with exposed(str(local.port), "--metrics-port", port, home=tmp_path) as second:
+            assert await second.ended() == 2
+            assert second.said(f"port {port} cannot be had")
 
 
 async def test_one_that_is_gone_is_told_in_a_line_and_a_status(relay: SshRelay, local: Switch, tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def test_importing_both_packages_loads_no_library_that_only_some_need() -> None:
     assert isinstance(loaded, list)
     assert {"tunnel", "interception"} <= set(loaded)
     assert not {"asyncssh", "typer", "rich", "stamina", "mcp", "uvicorn"} & set(loaded)
-    assert not {"zmq", "pyrate_limiter", "filelock", "psutil"} & set(loaded)
+    assert not {"zmq", "pyrate_limiter", "filelock", "psutil", "prometheus_client"} & set(loaded)
 
 
 def test_importing_the_env_server_loads_neither_the_others_nor_what_the_command_line_needs() -> None:
     loaded = run("import sys, envserver; result = sorted({name.partition('.')[0] for name in sys.modules})")
     assert isinstance(loaded, list)
-    assert not {"tunnel", "interception", "aiohttp", "typer", "rich", "psutil"} & set(loaded)
+    assert not {"tunnel", "interception", "aiohttp", "typer", "rich", "psutil", "prometheus_client"} & set(loaded)
 
 
 def test_tools_are_loaded_without_the_mcp_sdk_until_a_server_is_made() -> None:

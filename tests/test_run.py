@@ -20,6 +20,8 @@ from interception.demo.relay import SshRelay
 from interception.echo import EchoModel
 from interception.programs import PROGRAMS, launch
 from tests.helpers import until
+from tests.scrapes import Scrape
+from tests.sshd import free_port
 
 RUN = [sys.executable, "-m", "interception", "run"]
 
@@ -191,6 +193,16 @@ async def test_the_key_reaches_the_upstream_and_nobody_else(home: Home) -> None:
     [turn] = home.trace.turns
     assert (turn.request["model"], turn.complete) == ("ours", True)
     assert "sk-secret" not in ran.out + ran.err + home.trace_file.read_text()
+
+
+async def test_its_numbers_are_on_a_page_while_the_program_runs(home: Home) -> None:
+    port = str(free_port())
+    page = f"print(urllib.request.urlopen('http://127.0.0.1:{port}/metrics').read().decode())"
+    ran = await home.run("--metrics-port", port, "--", *home.agent(f"ask(); {page}"))
+    assert ran.status == 0, ran.err
+    assert f"metrics are on http://127.0.0.1:{port}/metrics" in ran.said
+    scrape = Scrape.read(ran.out, ("interception_", "tunnel_"))
+    assert scrape.get("interception_calls_total", name="interception", outcome="ok") == 1
 
 
 async def test_no_call_is_a_finding_and_a_status_of_its_own(home: Home) -> None:

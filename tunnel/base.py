@@ -193,6 +193,7 @@ class Tunnel(ABC):
         while raised is not None:
             raised = raised.with_traceback(None).__cause__ or raised.__context__
         self.gone = error
+        self.counters.gone += 1
         if self._state.name != "gone":
             self._show(TunnelState("gone", str(error)))
             self._noted(Gone(url=self._url or "", at=time.time(), error=error))

@@ -327,6 +327,7 @@ class KeepAlive:
         if ran:
             self._counters.probes += 1
             self._counters.failed_probes += outcome not in GOOD
+            self._counters.outcomes[outcome.value] += 1
         return Seen(
             outcome=outcome,
             local_ok=local_ok,

@@ -1,7 +1,8 @@
 """What a tunnel shows of itself: its state, and events as they happen."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 from tunnel.errors import TunnelGoneError
 
@@ -38,6 +39,23 @@ class Counters:
     """Tries of a restart that failed."""
     arrivals: int = 0
     """Requests that came in through the URL, without our own probes."""
+    gone: int = 0
+    """Times it became gone: once for each exposure at most."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of the probes, by what they found (`tunnel.evidence.Outcome`)."""
+
+    def add(self, other: "Counters") -> None:
+        """Count what another tunnel has counted, too."""
+        self.probes += other.probes
+        self.failed_probes += other.failed_probes
+        self.restarts += other.restarts
+        self.refused_restarts += other.refused_restarts
+        self.arrivals += other.arrivals
+        self.gone += other.gone
+        self.outcomes.update(other.outcomes.copy())
+
+    def copy(self) -> Self:
+        return replace(self, outcomes=self.outcomes.copy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,9 @@ class Load:
 
     async def fill(self) -> None:
         while self.going and len(self.pending) < IN_FLIGHT:
-            self.pending.add(await self._caller.send("run", self._luck.choice(RUNS)))
+            # Each is a task of its own: of one that was there at two deaths, the rest would run alone.
+            run = {**self._luck.choice(RUNS), "number": self.counts["asked"]}
+            self.pending.add(await self._caller.send("run", run))
             self.counts["asked"] += 1
 
 

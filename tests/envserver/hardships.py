@@ -4,7 +4,10 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +16,42 @@ from typing import Any
 from envserver.env import Emit
 from envserver.server import EnvServer
 from tests.envserver.envs import Scripted, gated
+from tests.helpers import until
+
+GROWN: list[bytes] = []
+"""What runs have left behind."""
 
 LOCK = threading.Lock()
 """Held by a thread of the launcher, in a test of what its workers inherit."""
+
+
+def hold_the_gil() -> None:
+    re.match(r"(a+)+$", "a" * 100 + "b")  # for longer than the sun will shine
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep() -> None:
+    time.sleep(3600)
+
+
+def work_elsewhere() -> None:
+    subprocess.run([sys.executable, "-c", "while True: pass"])
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # for ever
+
+
+def block(gate: Path) -> None:
+    """Until there is such a file."""
+    while not gate.exists():
+        time.sleep(0.02)
 
 
 class Hard(Scripted):
@@ -25,8 +61,22 @@ class Hard(Scripted):
         match request.get("do"):
             case "abort":
                 os.abort()
+            case "grow":
+                GROWN.append(os.urandom(request["size"]))
+            case "wait for":
+                await until(Path(request["path"]).exists)
             case "hold the GIL":
-                re.match(r"(a+)+$", "a" * 100 + "b")  # for longer than the sun will shine
+                hold_the_gil()
+            case "spin":
+                spin()
+            case "sleep":
+                sleep()
+            case "subprocess":
+                work_elsewhere()
+            case "deadlock":
+                deadlock()
+            case "block":
+                block(Path(request["gate"]))
             case "send":
                 # What no server of ours would: frames as they are, straight to the broker.
                 (server,) = [found for found in gc.get_objects() if isinstance(found, EnvServer)]

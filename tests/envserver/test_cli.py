@@ -7,6 +7,7 @@ import pty
 import re
 import signal
 import sys
+import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from envserver import EnvServer
 from tests.envserver.scripted import MAKE, ScriptedEnv
+from tests.scrapes import Scrape
 
 ADDRESS = re.compile(r"serving on (tcp://127\.0\.0\.1:\d+)")
 
@@ -124,6 +126,14 @@ async def test_on_a_terminal_there_is_one_live_line() -> None:
         (["serve", MAKE, "--kwargs", "{"], 2, "not JSON"),
         (["serve", MAKE, "--kwargs", "[]"], 2, "write a JSON object"),
         (["serve", MAKE, "--workers", "0"], 2, "--workers"),
+        (["serve", MAKE, "--workers", "2", "--kill-blocked-after", "3"], 2, "--kill-blocked-after"),
+        (["serve", MAKE, "--kill-blocked-after", "20"], 1, "error: kill_blocked_after is for worker processes"),
+        (["serve", MAKE, "--max-worker-rss", "500"], 1, "error: max_worker_rss is for worker processes"),
+        (
+            ["serve", MAKE, "--workers", "2", "--elastic", "--min-workers", "3"],
+            1,
+            "error: min_workers is at least 1 and",
+        ),
         (["serve", MAKE, "--address", "tcp://300.0.0.1:1"], 1, "error: cannot listen on"),
         (["health", "127.0.0.1:1", "--timeout", "0.1"], 1, "error: no answer from tcp://127.0.0.1:1 within 0.1 s"),
         (["health", "http://127.0.0.1:1"], 1, "error: cannot connect to http://127.0.0.1:1"),
@@ -172,3 +182,12 @@ async def test_a_server_without_a_ready_worker_is_not_healthy() -> None:
         status, out, _ = await run("health", server.address)
     assert status == 1
     assert out.startswith("ready 0")
+
+
+async def test_its_numbers_are_on_a_page_of_their_own() -> None:
+    async with serving("--metrics-port", "0", "--workers", "2") as (process, _, lines):
+        (url,) = re.findall(r"metrics are on (http://127\.0\.0\.1:\d+/metrics)", "".join(lines))
+        page = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=30)).read().decode()
+        assert Scrape.read(page, ("envserver_",)).get("envserver_worker_starts_total", name="envserver") == 2
+        process.terminate()
+        assert await process.wait() == 0

@@ -31,6 +31,7 @@ QUICK = PoolPolicy(
     reap_interval=0.0,
     free_restarts=10**6,
     spawn_floor=10**6,
+    suspect_after=10**6,
     kill_grace=5.0,
 )
 """The same rules with shorter times, for tests that kill many workers."""
@@ -71,6 +72,7 @@ async def test_it_is_up_when_one_worker_is_ready_and_health_tells_how_many_are()
             "success": True,
             "error": None,
             "ready": 2,
+            "suspect": 0,
             "starting": 0,
             "capacity": 256,
         }

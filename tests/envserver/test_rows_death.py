@@ -242,4 +242,4 @@ async def test_all_spent_a_pool_that_had_grown_is_back_at_its_full_size_without_
         await ready(pool, size)
         assert (await caller.ask("health"))["capacity"] == 2 * size
         # One try every so often, however long boot was broken: it is never further away than the cap.
-        assert pool._slots._open_at <= pool._now + policy.open_backoff_cap
+        assert pool._slots._opening.at <= pool._now + policy.open_backoff_cap

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from envserver import EnvClient, EnvServerError, EnvServerStartupError, env_server, serve_env, wait_for_address
+from envserver.serve import make_server
 from tests.envserver.caller import Caller
 from tests.envserver.processes import alive, descriptors, exists, read_pid
 from tests.envserver.scripted import MAKE
@@ -238,6 +239,34 @@ async def test_a_pool_of_ones_own_serves_and_is_gone_afterwards(tmp_path: Path) 
         assert health["ready"] + health["starting"] == 2
         pid = (await client.run({}))["pid"]
     assert not alive(pid)
+
+
+def test_when_blocked_workers_are_killed_is_the_pools_to_know() -> None:
+    made = {limit: make_server(MAKE, max_workers=2, kill_blocked_after=limit, kill_grace=2.0) for limit in (None, 60.0)}
+    assert {limit: pool._policy.kill_blocked_after for limit, pool in made.items()} == {None: None, 60.0: 60.0}  # type: ignore[union-attr]
+    with pytest.raises(EnvServerError, match="kill_blocked_after is at least 10 s"):
+        make_server(MAKE, max_workers=2, kill_blocked_after=1.0)
+
+
+def test_how_workers_come_and_go_is_the_pools_to_know() -> None:
+    options = {"max_worker_rss": 1 << 30, "max_worker_age": 3600.0}
+    pool = make_server(MAKE, max_workers=4, min_workers=2, **options)  # type: ignore[arg-type]
+    assert pool._slots.floor == 2  # type: ignore[union-attr]
+    assert {name: getattr(pool._policy, name) for name in options} == options  # type: ignore[union-attr]
+    for name in options:
+        with pytest.raises(EnvServerError, match=f"{name} is more than 0"):
+            make_server(MAKE, max_workers=2, **{name: 0})  # type: ignore[arg-type]
+        with pytest.raises(EnvServerError, match=f"{name} is for worker processes"):
+            make_server(MAKE, max_workers=1, **{name: 1})  # type: ignore[arg-type]
+    for few in (0, 3):
+        with pytest.raises(EnvServerError, match=f"min_workers is at least 1 and at most max_workers .2., not {few}"):
+            make_server(MAKE, max_workers=2, min_workers=few)
+
+
+async def test_when_blocked_workers_are_killed_reaches_a_server_in_a_process_of_its_own() -> None:
+    with pytest.raises(EnvServerStartupError, match="kill_blocked_after is for worker processes"):
+        async with env_server(MAKE, kill_blocked_after=60.0):
+            raise AssertionError("it came up")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envserver.limits import PoolPolicy
-from envserver.slots import TRANSITIONS, Action, Bury, Event, GiveUp, Slot, Slots, Spawn, State, Terminate
+from envserver.slot import TRANSITIONS, Action, Bury, Drain, Event, GiveUp, Slot, Spawn, State, Terminate
+from envserver.slots import Slots
 
 POLICY = PoolPolicy()
 KILLED = -9
@@ -25,8 +27,11 @@ class Driver:
         multiplex: int = 10,
         policy: PoolPolicy = POLICY,
         boots: Callable[[Slot], bool] = lambda slot: True,
+        min_workers: int = 1,
     ) -> None:
-        self.slots = Slots(policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex)
+        self.slots = Slots(
+            policy, max_workers=max_workers, elastic=elastic, multiplex=multiplex, min_workers=min_workers
+        )
         self.now = 1_000.0
         self.in_flight = 0
         self.boots = boots
@@ -99,6 +104,8 @@ def slot_in(state: State) -> tuple[Driver, Slot]:
     slot = driver.in_state(State.READY)[0]
     slots = driver.slots
     match state:
+        case State.SUSPECT:
+            driver.do(slots.silent(slot, driver.now))
         case State.DRAINING:
             driver.do(slots.shut_down(driver.now, 30))
         case State.KILLING:
@@ -126,6 +133,14 @@ STEPS: list[tuple[State, Event, Callable[[Driver, Slot], list[Action]], State, l
     (State.READY, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
     (State.READY, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
     (State.READY, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, 0), State.DYING, [Bury]),
+    (State.READY, Event.SILENT, lambda d, s: d.slots.silent(s, d.now), State.SUSPECT, []),
+    (State.READY, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.READY, []),
+    (State.SUSPECT, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.LOST, lambda d, s: d.slots.lost(s, d.now), State.KILLING, [Terminate]),
+    (State.SUSPECT, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
+    (State.SUSPECT, Event.EXITED, lambda d, s: d.slots.exited(s, d.now, KILLED), State.DYING, [Bury]),
+    (State.DRAINING, Event.HUNG, lambda d, s: d.slots.hung(s, d.now, "stopped"), State.KILLING, [Terminate]),
     (State.DRAINING, Event.ANSWERED, lambda d, s: d.slots.answered(s, d.now), State.DRAINING, []),
     (State.DRAINING, Event.DRAIN, lambda d, s: d.slots.shut_down(d.now, 30), State.DRAINING, []),
     (State.DRAINING, Event.EMPTY, lambda d, s: d.slots.empty(s, d.now), State.KILLING, [Terminate]),
@@ -506,6 +521,65 @@ def test_a_failed_growth_waits_on_its_own_timer_and_blocks_nothing_else() -> Non
     assert driver.slots.starting == 1, "the timer is reset by one that is ready"
 
 
+# Silence
+
+
+def test_a_suspect_worker_is_no_capacity_but_keeps_its_place_and_is_not_replaced() -> None:
+    for elastic in (False, True):
+        driver = Driver(max_workers=4, elastic=elastic, multiplex=10).up()
+        driver.in_flight = 9
+        driver.tick()
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+        ready = driver.in_state(State.READY)
+        starts = len(driver.starts)
+        driver.do(driver.slots.silent(ready[0], driver.now))
+        assert driver.slots.capacity == 10 * (len(ready) - 1)
+        driver.run_until(driver.now + 600)
+        assert len(driver.starts) == starts
+        driver.answer(ready[0])
+        assert driver.slots.capacity == 10 * len(ready)
+
+
+def test_an_elastic_pool_of_which_no_worker_answers_starts_one_more_up_to_its_limit() -> None:
+    driver = Driver(max_workers=3, elastic=True, multiplex=10).up()
+    for workers in (2, 3, 3):
+        for slot in driver.in_state(State.READY):
+            driver.do(driver.slots.silent(slot, driver.now))
+        driver.tick()
+        assert len(driver.starts) == workers
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+    assert len(driver.in_state(State.SUSPECT)) == 3
+    driver = Driver(max_workers=2, elastic=False).up()
+    for slot in driver.in_state(State.READY):
+        driver.do(driver.slots.silent(slot, driver.now))
+    driver.tick()
+    assert len(driver.starts) == 2, "a static one has all it may have"
+
+
+def test_a_hung_worker_gets_sigkill_and_its_slot_says_why_until_it_is_buried() -> None:
+    driver = Driver(max_workers=1).up()
+    slot = driver.one(State.READY)
+    driver.do(driver.slots.hung(slot, driver.now, "it was stopped"))
+    assert driver.told[-1] == Terminate(slot, hard=True)
+    assert driver.slots.hung(slot, driver.now, "again") == [], "it is being killed"
+    driver.do(driver.slots.exited(slot, driver.now, KILLED))
+    assert slot.hung == "it was stopped"
+    assert slot.put_down, "by us: what it ran has not killed it"
+    driver.do(driver.slots.closed(slot, driver.now))
+    assert slot.hung == ""
+    driver.run_until(driver.now + 1)
+    assert slot.state is State.STARTING, "it is replaced like any that died"
+
+
+def test_silence_means_nothing_before_a_worker_is_ready_and_while_it_ends() -> None:
+    for state in (State.STARTING, State.DRAINING, State.KILLING, State.DYING, State.BACKOFF):
+        driver, slot = slot_in(state)
+        assert driver.slots.silent(slot, driver.now) == []
+        assert slot.state is state
+
+
 # Ends
 
 
@@ -530,6 +604,18 @@ def test_a_drained_pool_ends_each_worker_when_it_is_empty_and_starts_none() -> N
     assert len(driver.starts) == 3
 
 
+def test_however_old_a_worker_is_it_has_all_of_the_time_to_end_its_runs() -> None:
+    for suspect in (False, True):
+        driver = Driver(max_workers=1).up()
+        slot = driver.one(State.READY)
+        driver.run_until(driver.now + 3 * POLICY.start_timeout)
+        if suspect:
+            driver.do(driver.slots.silent(slot, driver.now))
+        driver.do(driver.slots.shut_down(driver.now, 30))
+        driver.run_until(driver.now + 29)
+        assert slot.state is State.DRAINING
+
+
 def test_in_a_hurry_nothing_is_waited_for() -> None:
     driver = Driver(max_workers=2).up()
     driver.do(driver.slots.shut_down(driver.now, 30))
@@ -542,7 +628,7 @@ def test_in_a_hurry_nothing_is_waited_for() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["wait", "answer", "die", "bury", "lose", "load", "tick"]),
+        st.sampled_from(["wait", "answer", "die", "bury", "lose", "load", "tick", "silent", "hung"]),
         st.integers(0, 7),
         st.sampled_from([0, 1, -9, -11]),
     ),
@@ -584,7 +670,7 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
             assert all(b - a >= 0.999 for a, b in itertools.pairwise(times))
 
     for what, which, returncode in events:
-        living = driver.in_state(State.STARTING, State.READY, State.KILLING)
+        living = driver.in_state(State.STARTING, State.READY, State.SUSPECT, State.KILLING)
         slot = living[which % len(living)] if living else None
         match what:
             case "wait":
@@ -598,6 +684,10 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
                 driver.answer(slot)
             case "lose" if slot:
                 driver.do(slots.lost(slot, driver.now))
+            case "silent" if slot:
+                driver.do(slots.silent(slot, driver.now))
+            case "hung" if slot:
+                driver.do(slots.hung(slot, driver.now, "stopped"))
             case "die" if slot:
                 driver.do(slots.exited(slot, driver.now, returncode))
                 dying.append(slot)
@@ -615,16 +705,341 @@ def test_whatever_happens_to_it_a_pool_comes_back_and_keeps_its_limits(
             driver.do(slots.closed(slot, driver.now))
         for slot in driver.in_state(State.KILLING):
             driver.die(slot)
-        for slot in driver.in_state(State.STARTING):
+        for slot in driver.in_state(State.STARTING, State.SUSPECT):
             driver.answer(slot)
 
     driver.tick()
     live(driver)
     driver.run_until(driver.now + 61, live)
     check()
-    assert slots.ready >= target
-    assert slots.due_at() == math.inf
+    assert slots.ready >= slots.target
+    if not elastic:
+        assert slots.target == target
+    if slots.ready <= slots.floor:
+        assert slots.due_at() == math.inf
 
     driver.do(slots.shut_down(driver.now, 30))
     driver.run_until(driver.now + 41, lambda driver: [driver.die(slot) for slot in driver.in_state(State.KILLING)])
     assert not slots.map
+
+
+# Fewer workers
+
+
+def grown(workers: int = 3, **options: Any) -> Driver:
+    """An elastic pool of at most 4 that has grown to so many workers, which have nothing to do any more."""
+    driver = Driver(max_workers=4, elastic=True, **options).up()
+    while driver.slots.ready < workers:
+        driver.in_flight = 10 * driver.slots.ready
+        driver.tick()
+        for slot in driver.in_state(State.STARTING):
+            driver.answer(slot)
+    driver.in_flight = 0
+    return driver
+
+
+def live(driver: Driver) -> None:
+    """What drains is empty, what is told to end ends, what starts is ready."""
+    for slot in driver.in_state(State.DRAINING):
+        driver.do(driver.slots.empty(slot, driver.now))
+    for slot in driver.in_state(State.KILLING):
+        driver.die(slot, 0)
+    for slot in driver.in_state(State.STARTING):
+        driver.answer(slot)
+
+
+def test_a_pool_with_too_many_workers_ends_the_newest_idle_one_a_minute_down_to_its_floor() -> None:
+    driver = grown()
+    oldest = driver.in_state(State.READY)[0]
+    driver.run_until(driver.now + 299, live)
+    assert driver.slots.ready == 3, "none has been idle for long enough"
+    driver.run_until(driver.now + 2, live)
+    assert sorted(driver.slots.map) == [0, 1]
+    driver.run_until(driver.now + 58, live)
+    assert driver.slots.ready == 2
+    driver.run_until(driver.now + 3600, live)
+    assert driver.in_state(State.READY) == [oldest]
+    assert driver.slots.target == 1
+    assert driver.slots.due_at() == math.inf, "there is nothing more to look at"
+
+
+def test_only_a_worker_that_is_idle_is_ended() -> None:
+    driver = grown()
+    first, second, third = driver.in_state(State.READY)
+    driver.in_flight = 2
+    first.idle_since = third.idle_since = math.inf
+    driver.run_until(driver.now + 3600, live)
+    assert driver.in_state(State.READY) == [first, third]
+    assert second.state is State.REMOVED
+
+
+def test_load_that_comes_back_in_between_begins_the_minute_anew() -> None:
+    driver = grown(2)
+    driver.run_until(driver.now + 299, live)
+    driver.in_flight = 10  # half of what there is
+    driver.run_until(driver.now + 2, live)
+    driver.in_flight = 9
+    driver.run_until(driver.now + 59, live)
+    assert driver.slots.ready == 2
+    driver.run_until(driver.now + 3600, live)
+    assert driver.slots.ready == 2, "with one fewer another would be started at once"
+    driver.in_flight = 8
+    driver.run_until(driver.now + 2, live)
+    assert driver.slots.ready == 1
+
+
+def test_a_floor_is_what_a_pool_starts_with_and_a_static_one_never_shrinks() -> None:
+    driver = Driver(max_workers=4, elastic=True, min_workers=2).up()
+    assert driver.slots.ready == 2
+    driver = grown(4, min_workers=2)
+    driver.run_until(driver.now + 7200, live)
+    assert driver.slots.ready == 2
+    driver = Driver(max_workers=3).up()
+    driver.run_until(driver.now + 7200, live)
+    assert driver.slots.ready == 3
+
+
+def test_a_pool_that_has_shrunk_grows_again_and_is_not_filled_up_without_demand() -> None:
+    driver = grown()
+    driver.run_until(driver.now + 3600, live)
+    driver.die(driver.one(State.READY))
+    live(driver)
+    driver.run_until(driver.now + 60, live)
+    assert driver.slots.ready == 1
+    driver.in_flight = 9
+    driver.tick()
+    live(driver)
+    assert driver.slots.ready == 2
+
+
+# Replacing workers that are well
+
+
+AGED = PoolPolicy(max_worker_age=1000.0)
+
+
+def test_an_old_worker_is_replaced_by_one_that_is_ready_before_it_is_drained() -> None:
+    driver = Driver(max_workers=2, policy=AGED).up()
+    first, second = driver.in_state(State.READY)
+    driver.run_until(driver.now + 999)
+    assert len(driver.starts) == 2
+    driver.run_until(driver.now + 1)
+    new = driver.one(State.STARTING)
+    assert driver.in_state(State.READY) == [first, second]
+    driver.run_until(driver.now + 100)
+    assert len(driver.starts) == 3, "one at a time"
+    driver.answer(new)
+    assert driver.told[-1] == Drain(first)
+    assert driver.in_state(State.READY) == [second, new]
+    driver.run_until(driver.now + 5000)
+    assert first.state is State.DRAINING, "for as long as its last run takes"
+    assert len(driver.starts) == 3
+    driver.do(driver.slots.empty(first, driver.now))
+    assert driver.told[-1] == Terminate(first, hard=False)
+    driver.die(first, 0)
+    assert driver.one(State.STARTING).replaces is second
+    live(driver)
+    live(driver)
+    assert second.state is State.REMOVED
+    assert driver.slots.ready == driver.slots.target == 2
+
+
+def test_a_worker_is_replaced_for_its_memory_but_not_as_soon_as_it_is_there() -> None:
+    driver = Driver(max_workers=2, policy=PoolPolicy(max_worker_rss=1000)).up()
+    first, second = driver.in_state(State.READY)
+    first.rss, second.rss = 1000, 1001
+    driver.run_until(driver.now + 59)
+    driver.tick()
+    assert len(driver.starts) == 2
+    driver.run_until(driver.now + 1)
+    driver.tick()
+    assert driver.one(State.STARTING).replaces is second
+
+
+def test_a_replacement_that_does_not_start_leaves_the_old_one_serving_and_is_tried_again_later() -> None:
+    driver = Driver(max_workers=1, policy=AGED).up()
+    old = driver.one(State.READY)
+
+    def fail(driver: Driver) -> None:
+        for slot in driver.in_state(State.STARTING):
+            driver.die(slot, 1)
+
+    begin = driver.now
+    driver.run_until(begin + 1000 + 200, fail)
+    assert driver.in_state(State.READY) == [old]
+    assert driver.slots.capacity == 10
+    tries = [at - begin - 1000 for at, _, _ in driver.starts[1:]]
+    assert [b - a for a, b in itertools.pairwise(tries)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    driver.run_until(driver.now + 60, live)
+    live(driver)
+    live(driver)
+    assert old.state is State.REMOVED
+    assert driver.slots.ready == 1
+
+
+def test_an_old_worker_that_dies_meanwhile_has_been_replaced_already() -> None:
+    driver = Driver(max_workers=1, policy=AGED).up()
+    old = driver.one(State.READY)
+    driver.run_until(driver.now + 1000)
+    new = driver.one(State.STARTING)
+    driver.die(old)
+    assert old.state is State.REMOVED
+    driver.run_until(driver.now + 60)
+    assert [*driver.slots.map.values()] == [new]
+    driver.answer(new)
+    driver.die(new)
+    driver.run_until(driver.now + 1)
+    assert new.state is State.STARTING, "it is a slot like any"
+
+
+# Workers for one run
+
+
+def test_a_lone_worker_is_beside_all_others_and_serves_nobody_else() -> None:
+    driver = Driver(max_workers=2).up()
+    driver.slots.lone_wanted = 1
+    driver.tick()
+    lone = driver.one(State.STARTING)
+    assert lone.lone
+    assert driver.slots.starting == 0
+    driver.answer(lone)
+    assert (driver.slots.ready, driver.slots.capacity, driver.slots.own) == (2, 20, 2)
+    driver.tick()
+    assert len(driver.starts) == 3
+    driver.slots.lone_wanted = 0
+    driver.do(driver.slots.retire(lone, driver.now))
+    live(driver)
+    assert lone.state is State.REMOVED
+    assert len(driver.starts) == 3
+
+
+def test_a_lone_worker_that_dies_is_not_replaced_unless_another_is_wanted() -> None:
+    driver = Driver(max_workers=1).up()
+    driver.slots.lone_wanted = 1
+    driver.tick()
+    lone = driver.one(State.STARTING)
+    driver.answer(lone)
+    driver.die(lone)
+    assert lone.state is State.REMOVED
+    assert driver.one(State.STARTING).lone
+    driver.slots.lone_wanted = 0
+    live(driver)
+    driver.die(driver.slots.map[1])
+    driver.run_until(driver.now + 60)
+    assert len(driver.slots.map) == 1
+
+
+def test_a_lone_worker_that_does_not_start_is_tried_again_on_a_timer_of_its_own() -> None:
+    driver = Driver(max_workers=1).up()
+    driver.slots.lone_wanted = 1
+    driver.tick()
+    for failures, wait in ((1, 1), (2, 2), (3, 4)):
+        driver.die(driver.one(State.STARTING), 1)
+        assert driver.slots.lone_failures == failures
+        driver.run_until(driver.now + wait - 0.01)
+        assert not driver.in_state(State.STARTING)
+        driver.run_until(driver.now + 0.02)
+    driver.answer(driver.one(State.STARTING))
+    assert driver.slots.lone_failures == 0
+
+
+def test_a_death_is_held_against_nobody_if_we_wanted_it_and_else_it_is() -> None:
+    driver = Driver(max_workers=4, policy=AGED).up()
+    died, lost, drained, replaced = driver.in_state(State.READY)
+    driver.do(driver.slots.lost(lost, driver.now))
+    driver.do(driver.slots.retire(drained, driver.now))
+    driver.do(driver.slots.exited(drained, driver.now, KILLED))
+    driver.do(driver.slots.exited(died, driver.now, KILLED))
+    assert [slot.put_down for slot in (died, lost, drained)] == [False] * 3, "a drain alone ends no worker"
+    driver.do(driver.slots.retire(replaced, driver.now))
+    driver.do(driver.slots.empty(replaced, driver.now))
+    assert replaced.put_down
+
+
+# What always holds of both
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["wait", "wait", "wait", "answer", "die", "bury", "end", "busy", "idle", "load", "rss", "lone", "finish"]
+        ),
+        st.integers(0, 7),
+    ),
+    max_size=150,
+)
+
+
+@settings(max_examples=200)
+@given(changes=CHANGES, floor=st.integers(1, 3), elastic=st.booleans(), age=st.one_of(st.none(), st.just(500.0)))
+def test_no_worker_is_ended_that_runs_something_and_never_too_many_are(
+    changes: list[tuple[str, int]], floor: int, elastic: bool, age: float | None
+) -> None:
+    policy = PoolPolicy(max_worker_age=age, max_worker_rss=1000)
+    driver = Driver(4, elastic, policy=policy, min_workers=floor).up()
+    slots = driver.slots
+    busy: set[Slot] = set()
+    unplanned = 0
+    """Ends that were nobody's wish, and not made up for yet."""
+
+    def check(told: list[Action]) -> None:
+        for action in told:
+            if isinstance(action, Terminate):
+                assert action.slot not in busy, "a running request is lost"
+        assert slots.ready + unplanned >= slots.floor
+        assert slots.own <= 4
+        assert len([slot for slot in slots.map.values() if slot.beside and not slot.lone]) <= 1
+        assert sum(slot.lone and not slot.planned for slot in slots.map.values()) <= 1
+
+    def each(driver: Driver) -> None:
+        for slot in busy:
+            slot.idle_since = math.inf
+
+    for what, which in changes:
+        before = len(driver.told)
+        ready = slots.ready
+        places = driver.in_state(State.READY, State.DRAINING)
+        slot = places[which % len(places)] if places else None
+        match what:
+            case "wait":
+                each(driver)
+                driver.run_until(driver.now + which**3, each)
+                # Whatever time brings by itself takes at most one worker a minute, and none below the floor.
+                assert slots.ready >= min(ready, slots.floor)
+            case "answer":
+                for starting in driver.in_state(State.STARTING)[:1]:
+                    driver.answer(starting)
+                    assert slots.ready >= ready, "who takes over is there before the other leaves"
+            case "die" if slot:
+                busy.discard(slot)
+                unplanned += 1
+                driver.do(slots.exited(slot, driver.now, KILLED))
+            case "bury":
+                for dying in driver.in_state(State.DYING):
+                    driver.do(slots.closed(dying, driver.now))
+            case "end":
+                for killing in driver.in_state(State.KILLING):
+                    driver.die(killing, 0)
+            case "busy" if slot and slot.state is State.READY:
+                busy.add(slot)
+                slot.idle_since = math.inf
+            case "idle" if slot:
+                busy.discard(slot)
+                slot.idle_since = driver.now
+                driver.do(slots.empty(slot, driver.now))
+            case "load":
+                driver.in_flight = which * 5
+                each(driver)
+                driver.tick()
+            case "rss" if slot:
+                slot.rss = 2000
+            case "lone":
+                slots.lone_wanted = which % 2
+                driver.tick()
+            case "finish":
+                for lone in [slot for slot in driver.in_state(State.READY) if slot.lone and slot not in busy]:
+                    driver.do(slots.retire(lone, driver.now))
+        for action in driver.told[before:]:
+            if isinstance(action, Drain) and action.slot not in busy:
+                driver.do(slots.empty(action.slot, driver.now))
+        check(driver.told[before:])

@@ -7,10 +7,16 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
+from verifiers.v1 import AgentInfo, State
 from verifiers.v1.cli.eval.runner import run_eval
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.configs.cli.eval import EvalConfig
 from verifiers.v1.runtimes import SubprocessConfig, SubprocessRuntime
-from verifiers.v1.trace import Trace
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.trace import Trace, TraceTask
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import load_taskset
 
 from interception.echo import EchoModel
 
@@ -38,7 +44,7 @@ class Endpoint:
         self._client = aiohttp.ClientSession()
         app = web.Application(client_max_size=1024**3)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
@@ -87,6 +93,19 @@ def config(endpoint: Endpoint, folder: Path, taskset: dict[str, Any] | str, **ch
         push=False,
         output_dir=folder,
         **changes,
+    )
+
+
+def session_of(config: EvalConfig) -> RolloutSession:
+    """What a rollout of the config's first task registers."""
+    task = next(iter(load_taskset(config.env.taskset)))
+    return RolloutSession(
+        ctx=ModelContext(model="echo", client=config.client, sampling=SamplingConfig()),
+        trace=Trace(
+            task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            state=State(),
+            agent=AgentInfo(config=AgentConfig()),
+        ),
     )
 
 

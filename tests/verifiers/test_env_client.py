@@ -18,7 +18,7 @@ from envserver import env_server
 from tests.helpers import until
 from tests.verifiers.served import ENDED
 
-pytestmark = [pytest.mark.verifiers, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gate, pytest.mark.verifiers, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture

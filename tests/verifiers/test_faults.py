@@ -1,7 +1,7 @@
 """Remote evals whose tunnels are cut and revoked: who is lost, who is not, and what is never scored."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,6 @@ SMALL_POOL = {"type": "elastic", "multiplex": 4}
 TWELVE = {"id": "echo_words", "tasks": 12}
 LOST = "TunnelError"
 RETRIES = {"rules": [{"type": "TunnelError", "max_retries": 2}]}
-
-
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePrime]:
-    with FakePrime(tmp_path / "home", scale=0.1) as service:
-        for name, value in service.env().items():
-            if name != "HOME":  # the caches of harnesses are in the real one
-                monkeypatch.setenv(name, value)
-        monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-        yield service
-        assert service.live() == []
-        assert service.frpc_pids() == []
 
 
 @pytest.fixture
@@ -121,6 +109,7 @@ async def test_a_cut_of_the_ssh_tunnel_fails_no_rollout(
     assert endpoint.calls == 24
 
 
+@pytest.mark.gate
 async def test_rollouts_on_a_revoked_ssh_account_are_lost_and_no_others(
     relay: RelayProcess, endpoint: Endpoint, tmp_path: Path
 ) -> None:
@@ -138,6 +127,7 @@ async def test_rollouts_on_a_revoked_ssh_account_are_lost_and_no_others(
     assert_none_lost_is_scored(found)
 
 
+@pytest.mark.gate
 async def test_the_rest_finish_on_a_replacement(service: FakePrime, endpoint: Endpoint, tmp_path: Path) -> None:
     eval_config = config(
         endpoint, tmp_path, TWELVE, harness="quick_harness", runtime="prime", interception=SMALL_POOL, max_concurrent=4
@@ -179,6 +169,7 @@ async def test_three_lines_of_config_run_the_lost_ones_again(
     assert by_error(found) == {"": 12}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("habit", ["swallow", "hangs"])
 async def test_a_harness_that_hides_the_loss_is_not_scored(
     habit: str, service: FakePrime, endpoint: Endpoint, tmp_path: Path

@@ -1,7 +1,5 @@
 """`install()`, `make_interception` and the errors of both."""
 
-import functools
-import multiprocessing
 import pickle
 import sys
 from collections.abc import Iterator
@@ -13,8 +11,6 @@ import pytest
 import verifiers.v1 as vf
 import verifiers.v1.interception as their_interception
 from verifiers.v1.configs.agent import AgentConfig
-from verifiers.v1.serve import EnvClient, env_config_data
-from verifiers.v1.session import RolloutSession
 from verifiers.v1.utils.loaders import load_taskset
 
 import interception
@@ -28,9 +24,10 @@ from interception.integrations.verifiers import (
     make_interception,
     uninstall,
 )
-from tests.helpers import until
-from tests.verifiers.evals import Endpoint, config
+from tests.verifiers.evals import Endpoint, config, session_of
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, CustomTunnelConfig, SshTunnelConfig
+
+pytestmark = pytest.mark.gate
 
 
 @pytest.fixture(autouse=True)
@@ -175,20 +172,8 @@ async def test_make_agent_runs_on_our_pool_without_any_installation(endpoint: En
 
 async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
     import aiohttp
-    from verifiers.v1.clients import ModelContext
-    from verifiers.v1.trace import TraceTask
-    from verifiers.v1.types import SamplingConfig
 
-    eval_config = config(endpoint, tmp_path, "echo_words")
-    [task, *_] = list(load_taskset(eval_config.env.taskset))
-    session = RolloutSession(
-        ctx=ModelContext(model="echo", client=eval_config.client, sampling=SamplingConfig()),
-        trace=vf.Trace(
-            task=TraceTask(type="WordTask", data=task.data, key=task.key, hash=task.hash),
-            state=vf.State(),
-            agent=vf.AgentInfo(config=AgentConfig()),
-        ),
-    )
+    session = session_of(config(endpoint, tmp_path, "echo_words"))
     server = InterceptionServer(None, False, ("shared",))
     async with server, server.acquire(session) as slot:
         base_url, model_secret, state_secret = slot
@@ -228,59 +213,3 @@ async def test_a_pool_that_cannot_start_says_so_in_verifiers_words(monkeypatch: 
     with pytest.raises(vf.TunnelError):
         async with make_interception(config, requires_tunnel=True):
             pass
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_spawned_env_server_workers_run_on_ours(
-    workers: int, endpoint: Endpoint, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    eval_config = config(endpoint, tmp_path, {"id": "echo_words", "tasks": 1}, harness="quick_harness")
-    [task] = list(load_taskset(eval_config.env.taskset))
-    context = multiprocessing.get_context("spawn")
-    addresses = context.Queue()
-    with installed(Options(grace=1)):
-        from verifiers.v1.serve import serve_env
-
-        process = context.Process(
-            target=serve_env,
-            kwargs={
-                "max_workers": workers,
-                "elastic": True,
-                "address": "tcp://127.0.0.1:0",
-                "address_queue": addresses,
-                "config_data": env_config_data(eval_config.env),
-                "log_setup": tell,
-            },
-        )
-        process.start()
-    seen = ""
-    try:
-        await until(lambda: not addresses.empty(), timeout=120)
-        client = EnvClient(address=addresses.get())
-        try:
-            await client.wait_for_server_startup(timeout=120)
-            episode = await client.run(
-                client=eval_config.client,
-                model="echo",
-                sampling=eval_config.sampling,
-                task_data=task.data.model_dump(mode="json"),
-            )
-        finally:
-            await client.close()
-    finally:
-        process.terminate()
-        process.join(30)
-        seen = capfd.readouterr().err
-    [trace] = episode.traces
-    assert trace.ok
-    assert trace.reward == 1.0
-    assert seen.count("ours, with a grace of 1") == (1 if workers == 1 else 2), "the broker's and the worker's own"
-
-
-def tell() -> None:
-    """Called in each spawned process, and telling what verifiers looks up there."""
-    import verifiers.v1.env as their_env
-
-    made = their_env.make_interception
-    if isinstance(made, functools.partial) and made.func is make_interception:
-        print(f"ours, with a grace of {made.keywords['options'].grace}", file=sys.stderr, flush=True)

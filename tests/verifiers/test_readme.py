@@ -1,15 +1,24 @@
 """The README's lines for verifiers do what they say."""
 
+import json
 import re
+import shlex
 import textwrap
 import tomllib
 from pathlib import Path
 
+import pytest
 import verifiers.v1.interception as their_interception
 from verifiers.v1.configs.retries import RetryConfig
 from verifiers.v1.errors import TunnelError
 from verifiers.v1.trace import Error
 from verifiers.v1.utils.retries import RetryState
+
+from interception.integrations.verifiers.options import options_from_json
+from interception.integrations.verifiers.worker import FACTORY
+from tunnel import SshTunnelConfig
+
+pytestmark = pytest.mark.gate
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 [CHANGE] = re.findall(r"^```python verifiers\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -32,3 +41,12 @@ def test_three_lines_of_config_are_verifiers_own_and_match_the_error() -> None:
     lost = Error(type=TunnelError.__name__, message="the tunnel was lost")
     assert state.next_error([lost]) is lost
     assert state.next_error([Error(type="HarnessError", message="")]) is None
+
+
+def test_the_command_serves_by_our_factory_and_its_options_are_options() -> None:
+    [line] = re.findall(r"^python -m envserver serve interception.*\\\n.*$", README, re.MULTILINE)
+    *_, name, workers, count, kwargs, given = shlex.split(line.replace("\\\n", ""))
+    assert (name, workers, count, kwargs) == (FACTORY, "--workers", "4", "--kwargs")
+    arguments = json.loads(given)
+    assert options_from_json(arguments["options"]).tunnel == SshTunnelConfig(host="relay")
+    assert arguments["config"] == {"taskset": {"id": "my-taskset"}}

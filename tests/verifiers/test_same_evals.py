@@ -25,7 +25,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+GATE = ("in process, static pool", "in process, one server")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.gate] if name in GATE else []) for name, case in CASES.items()],
+)
 async def test_the_same_rewards_turns_and_traces(case: dict[str, Any], endpoint: Endpoint, tmp_path: Path) -> None:
     stock = [outcome(trace) for trace in await traces(config(endpoint, tmp_path / "stock", **case))]
     with installed():

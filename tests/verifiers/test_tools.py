@@ -1,7 +1,6 @@
 """Tool servers on this host for harnesses elsewhere: their tunnels, their health route, and who hears of their loss."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +21,6 @@ from tests.verifiers.test_faults import LOST, PRIME
 from tunnel import HEALTH_PATH, IDENTITY_HEADER
 
 STAMPS = {"id": "echo_stamp", "tasks": 1}
-
-
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePrime]:
-    with FakePrime(tmp_path / "home", scale=0.1) as service:
-        for name, value in service.env().items():
-            if name != "HOME":
-                monkeypatch.setenv(name, value)
-        monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-        yield service
-        assert service.live() == []
-        assert service.frpc_pids() == []
 
 
 class Rollout:

@@ -31,6 +31,8 @@ SHAPE: Mapping[str, tuple[str, ...]] = {
     "verifiers.v1.runtimes.subprocess:SubprocessRuntime.run_background": ("self", "argv", "env", "log"),
     "verifiers.v1.serve.pool:serve_env": ("max_workers", "address", "address_queue", "death_pipe", "server_kwargs"),
     "verifiers.v1.session:RolloutSession.release": ("self",),
+    "verifiers.v1.env:Env.run_slot": ("self", "slot", "ctx", "semaphore", "on_trace"),
+    "verifiers.v1.serve.delta:DeltaStreamer": ("traces", "send"),
 }
 """What ours stand on, with the parameters they count on."""
 
@@ -147,6 +149,11 @@ def installed(options: Options | None = None) -> Iterator[Installation]:
     finally:
         if before is None:
             uninstall()
+
+
+def current() -> Installation | None:
+    """What is installed just now."""
+    return _installed
 
 
 def original(name: str) -> Any:

@@ -1,7 +1,11 @@
 """A harness in this process: the OpenAI SDK with its own retries, and no interpreter to start for each rollout."""
 
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy
 import openai
 import verifiers.v1 as vf
 from verifiers.v1.configs.harness import HarnessConfig
@@ -14,6 +18,19 @@ class QuickConfig(HarnessConfig):
     """Exits 0 whatever became of its calls."""
     hangs: bool = False
     """Waits for ever once a call has failed."""
+    notes: bool = False
+    """Leaves in the trace what JSON and msgpack have no form for."""
+
+
+NOTES = {
+    "array": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),
+    "when": datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+    "path": Path("/a/b"),
+    "id": UUID(int=7),
+    "kinds": {"one"},
+    "share": numpy.float64(0.5),
+    "bytes": b"\xff",
+}
 
 
 class Quick(vf.Harness[QuickConfig]):
@@ -25,6 +42,8 @@ class Quick(vf.Harness[QuickConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> ProgramResult:
+        if self.config.notes:
+            trace.info.update(NOTES)
         said: list[Any] = []
         try:
             async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=60) as client:
