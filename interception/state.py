@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import pydantic_core
@@ -43,11 +44,7 @@ class SharedState:
         if kind is None and isinstance(value, BaseModel):
             kind = type(value)
         self._typed = kind is not None
-        self._adapter: TypeAdapter[Any] = (
-            TypeAdapter(kind)
-            if self._typed
-            else TypeAdapter(JsonValue, config=ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants"))
-        )
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind) if self._typed else _any_json()
         self.value = self._initial(value)
         self.written()  # said now, not when the first tool asks
         self._writes: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
@@ -107,6 +104,12 @@ class SharedState:
             raise Failure(400, f"the state is not of its type: {reasons(error)}") from None
         except ValueError as error:
             raise Failure(400, f"the state is not JSON: {error}") from None
+
+
+@cache
+def _any_json() -> TypeAdapter[Any]:
+    # One for all sessions: to make one takes milliseconds, and kilobytes.
+    return TypeAdapter(JsonValue, config=ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants"))
 
 
 def as_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
