@@ -11,7 +11,7 @@ from benchmarks.peers import Peer, PeerUnavailableError
 from benchmarks.report import Figure, end_on_sigterm, parse, show, write
 
 FULL = Plan(rounds=5, amount=Amount(seconds=3.0, turns=100_000, sessions=10_000, streams_seconds=15.0))
-QUICK = Plan(rounds=1, amount=Amount(seconds=0.5, turns=4_000, sessions=2_000, streams_seconds=2.0))
+QUICK = Plan(rounds=1, amount=Amount(seconds=0.3, turns=4_000, sessions=2_000, streams_seconds=1.0))
 
 
 def peers(names: Sequence[str], *, make: bool) -> tuple[list[Starting], dict[str, str]]:

@@ -22,10 +22,11 @@ SCRIPT = Path(__file__).with_name("wrk.lua")
 PATIENCE = 30
 """Seconds after which a call that has not been answered counts as an error."""
 
-ENOUGH = 32
+ENOUGH = 16
 """Answers from which a rate can be told; fewer where there are fewer connections."""
 
-LONGER = 10.0
+LONGER = (4.0, float(PATIENCE))
+"""Seconds of a load's second try, and of its third, which is made if nothing at all was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,18 @@ def load(
 ) -> Load:
     """Puts load on a subject, its sessions in turn; `RuntimeError` when calls fail. `cpu`: seconds it has had so far.
 
-    Where too few were answered in that time to tell, it is done again, for `LONGER` seconds.
+    Where too few were answered in that time to tell, it is done again, longer.
     """
     wrk = shutil.which("wrk")
-    while True:
+    for lasting in (seconds, *(longer for longer in LONGER if longer > seconds)):
         before = cpu()
         if wrk is not None:
-            seen = _by_wrk(wrk, base_url, sessions, body, connections, seconds)
+            seen = _by_wrk(wrk, base_url, sessions, body, connections, lasting)
         else:
-            seen = asyncio.run(_by_ourselves(base_url, sessions, body, connections, seconds))
+            seen = asyncio.run(_by_ourselves(base_url, sessions, body, connections, lasting))
         spent = cpu() - before
-        if seen.requests >= min(connections, ENOUGH) or seen.errors or seconds >= LONGER:
+        if seen.errors or seen.requests >= (min(connections, ENOUGH) if lasting == seconds else 1):
             break
-        seconds = LONGER
     if not seen.requests or seen.errors * 100 > seen.requests:
         raise RuntimeError(f"{seen.errors} calls failed, {seen.requests} were answered in {seen.seconds:.1f} s")
     return replace(seen, cpu_us=spent / seen.requests * 1e6)

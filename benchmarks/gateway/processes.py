@@ -50,13 +50,12 @@ class Process:
     Its stderr is kept for when it fails. `RuntimeError` when it ends or stays silent.
     """
 
-    def __init__(self, command: Sequence[str | Path], cores: frozenset[int], env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str | Path], cores: frozenset[int]) -> None:
         self.name = " ".join(str(part) for part in command)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -125,10 +124,8 @@ class Process:
 
 
 @contextmanager
-def running(
-    command: Sequence[str | Path], cores: frozenset[int], env: dict[str, str] | None = None
-) -> Iterator[Process]:
-    process = Process(command, cores, env)
+def running(command: Sequence[str | Path], cores: frozenset[int]) -> Iterator[Process]:
+    process = Process(command, cores)
     try:
         yield process
     finally:

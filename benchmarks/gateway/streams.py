@@ -13,7 +13,7 @@ from benchmarks.gateway.subjects import Subject
 CONNECTING = 128
 """Connections that are made at a time: a server's queue of them is short."""
 
-OPENING = 4.0
+OPENING = 2.0
 """Seconds over which the streams are begun: rollouts do not begin in the same millisecond."""
 
 
