@@ -1,19 +1,25 @@
 """What is told by its bytes alone is what reading it whole would have told."""
 
+import asyncio
 import json
 from collections.abc import Mapping
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from interception.dialects import CHAT, MESSAGES, Dialect
+from interception import RolloutSession, ServingPolicy, Upstream
+from interception.answer import AnswerReader
+from interception.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase, Stream
 from interception.growth import Growth, Request
 from interception.inbound import written
-from interception.sse import Json, SseEvent, sse
-from interception.trace import Trace
+from interception.sse import Json, SseEvent, SseParser, sse
+from interception.trace import Attempt, Trace
+from interception.turn import Call, Exchange
 
 SEPARATORS = [(",", ":"), (", ", ": ")]
 
@@ -192,3 +198,177 @@ class TestRepeatingStreams:
         read(whole, raws, shortcut=False)
         assert (stream.phase, stream.events, stream.error()) == (whole.phase, whole.events, whole.error())
         assert stream.response() == whole.response()
+
+    @pytest.mark.parametrize("dialect_and_event", [(CHAT, chat), (MESSAGES, messages)], ids=["chat", "messages"])
+    def test_half_a_surrogate_pair_is_a_text_like_others(self, dialect_and_event: tuple[Dialect, Any]) -> None:
+        dialect, event = dialect_and_event
+        stream, whole = dialect.stream(), dialect.stream()
+        raws = [event("?").replace(b"?", text) for text in (b"\\ud83d", b"\\ude00", b"x", b"\\ud83d", b"y")]
+        read(stream, raws, shortcut=True)
+        read(whole, raws, shortcut=False)
+        assert stream.response() == whole.response()
+        assert json.dumps("\ud83d\ude00x\ud83dy") in json.dumps(stream.response())
+
+
+# -- whole streams, as readers and the record have them ------------------------------------------------
+
+
+def chunk(delta: Json, index: int = 0, finish: str | None = None, **fields: Any) -> Json:
+    return {"id": "c", "choices": [{"index": index, "delta": delta, "finish_reason": finish}], **fields}
+
+
+def block(kind: str, name: str, value: object, index: int = 0) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: value}}
+
+
+def part(text: str, index: int = 0, **fields: Any) -> Json:
+    return {"type": "response.output_text.delta", "output_index": index, "content_index": 0, "delta": text, **fields}
+
+
+TEXT = st.one_of(
+    st.text(max_size=6),
+    st.sampled_from(["a", "\\", '"', '\\"', "\n", "?!", '","', "\ud83d", "\ude00", "é☃", "\u2028\x85", "\x7f"]),
+    st.sampled_from(['data: {"id":"c","choices":[{"index":0,"delta":{"content":"', '"},"finish_reason":null}]}', "}"]),
+)
+CHUNKS = st.one_of(
+    TEXT.map(lambda text: chunk({"content": text})),
+    TEXT.map(lambda text: chunk({"content": text})),
+    TEXT.map(lambda text: chunk({"role": "assistant", "content": text})),
+    TEXT.map(lambda text: chunk({"reasoning_content": text, "content": None})),
+    TEXT.map(lambda text: chunk({"content": text, "refusal": text})),
+    TEXT.map(lambda text: chunk({"content": text}, obfuscation=text)),
+    TEXT.map(lambda text: chunk({"content": text}, usage={"prompt_tokens": 1, "completion_tokens": len(text)})),
+    st.builds(lambda text, index: chunk({"content": text}, index), TEXT, st.sampled_from([0, 1, True, None, "0"])),
+    TEXT.map(lambda text: chunk({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": text}}]})),
+    TEXT.map(lambda text: {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": [text]}}]}),
+    TEXT.map(lambda text: {"choices": [{"index": 0, "delta": {"content": text, "x": {"content": text}}}]}),
+    st.sampled_from(
+        [
+            chunk({}),
+            chunk({"content": ["x"]}),
+            chunk({"content": None}),
+            chunk({}, 0, "stop"),
+            chunk({"content": "end"}, 1, "length"),
+            {"choices": [], "usage": {"prompt_tokens": 1}},
+            {"error": {"message": "no", "code": 429}},
+            {"choices": None},
+        ]
+    ),
+)
+BLOCKS = st.one_of(
+    st.builds(block, st.just("text_delta"), st.just("text"), TEXT, st.sampled_from([0, 0, 0, 1])),
+    st.builds(block, st.just("thinking_delta"), st.just("thinking"), TEXT),
+    st.builds(block, st.just("text_delta"), st.sampled_from(["text", "thinking"]), TEXT),
+    st.builds(block, st.just("input_json_delta"), st.just("partial_json"), TEXT),
+    st.builds(block, st.just("signature_delta"), st.just("signature"), TEXT),
+    st.sampled_from(
+        [
+            {"type": "message_start", "message": {"id": "m", "content": [], "usage": {"input_tokens": 1}}},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            {"type": "content_block_stop", "index": 0},
+            {"type": "ping"},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+            {"type": "message_stop"},
+            {"type": "error", "error": {"type": "overloaded_error", "message": "no"}},
+        ]
+    ),
+)
+PARTS = st.one_of(
+    st.builds(part, TEXT, st.sampled_from([0, 0, 1])),
+    TEXT.map(lambda text: part(text, sequence_number=len(text), obfuscation="x")),
+    st.sampled_from(
+        [
+            {"type": "response.created", "response": {"id": "r", "output": []}},
+            {"type": "response.completed", "response": {"id": "r", "status": "completed", "output": []}},
+            {"type": "response.failed", "response": {"error": {"message": "no"}}},
+        ]
+    ),
+)
+
+
+def as_event(payload: Json, style: int) -> bytes:
+    """An event as one of many servers would write it."""
+    separators = SEPARATORS[style & 1]
+    data = json.dumps(payload, separators=separators, ensure_ascii=bool(style & 2)).encode(errors="replace")
+    name = f"event: {payload['type']}\n".encode() if "type" in payload and not style & 4 else b""
+    field = b"data:" if style & 8 else b"data: "
+    lines = data.replace(b",", b",\n" + field, 1) if style & 48 == 16 else data
+    end = b"\r\n" if style & 48 == 32 else b"\r" if style & 240 == 240 else b"\n"
+    comment = b": k\n" if style & 192 == 64 else b""
+    return (comment + name + field + lines + b"\n\n").replace(b"\n", end)
+
+
+PLAIN = st.sampled_from([0, 0, 0, 0, 0, 2])
+STYLE = st.one_of(PLAIN, PLAIN, st.integers(0, 255))
+
+
+@st.composite
+def written_streams(draw: st.DrawFn) -> tuple[Dialect, bytes]:
+    dialect, payloads = draw(st.sampled_from([(CHAT, CHUNKS), (CHAT, CHUNKS), (MESSAGES, BLOCKS), (RESPONSES, PARTS)]))
+    styles = STYLE if draw(st.booleans()) else st.just(draw(PLAIN))
+    events = [as_event(payload, draw(styles)) for payload in draw(st.lists(payloads, max_size=14))]
+    odd = st.sampled_from(
+        [b": k\n\n", b"\n", b"id: 1\n\n", b"data: [DONE]\n\n", b"data\n\n", b"data: \xff\n\n", b"data: {"]
+    )
+    for at in draw(st.lists(st.integers(0, len(events)), max_size=2)):
+        events.insert(at, draw(odd))
+    end = draw(st.sampled_from([b"", b"data: [DONE]\n\n"]))
+    return dialect, b"".join([*events, end])
+
+
+class Pieces:
+    """An upstream's answer that comes in pieces."""
+
+    status = 200
+    headers: Mapping[str, str] = MappingProxyType({"Content-Type": "text/event-stream"})
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = [*filter(None, pieces)]
+        self.content: Any = self
+
+    async def readany(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+    def at_eof(self) -> bool:
+        return not self._pieces
+
+    async def read(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+async def told_and_recorded(dialect: Dialect, pieces: list[bytes], *, n: int, withhold: bool) -> Any:
+    """What a reader of the stream gets, and what the trace has."""
+    session = RolloutSession(Upstream(base_url="http://127.0.0.1:1/v1"))
+    trace = Trace("t")
+    turn = trace.begin(dialect=dialect.name, request={}, messages_field="messages", streamed=True)
+    call = Call(dialect, turn, "/", b"", {"n": n}, b"", {}, True, withhold)
+    attempt = Attempt("a")
+    turn.attempts.append(attempt)
+
+    async def work(exchange: Exchange) -> None:
+        await AnswerReader(session, call, exchange, ServingPolicy(hold=30)).read(Pieces(pieces))
+
+    call.exchange = exchange = Exchange(attempt, work)
+    await exchange.wait(lambda: exchange.ended)
+    failure = exchange.failure and (exchange.failure.status, exchange.failure.message, exchange.failure.relayed)
+    again = Trace.from_jsonl(trace.to_jsonl()).turns[0]
+    assert again == turn
+    record = (json.dumps(again.response), again.usage, again.finish_reason, again.raw, again.complete)
+    return exchange.body, exchange.terminal is not None, failure, record
+
+
+@settings(max_examples=150, deadline=None)
+@given(written_streams(), st.lists(st.integers(0, 900), max_size=6), st.sampled_from([1, 1, 2]), st.booleans())
+def test_a_stream_is_told_and_recorded_as_one_that_is_read_event_by_event(
+    stream: tuple[Dialect, bytes], cuts: list[int], n: int, withhold: bool
+) -> None:
+    dialect, raw = stream
+    at = [0, *sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)]
+    pieces = [raw[start:end] for start, end in pairwise(at)]
+    fast = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
+    with pytest.MonkeyPatch.context() as naive:
+        naive.setattr(Stream, "repeats", lambda self, events: 0)
+        naive.setattr(SseParser, "_plain", lambda self, chunk: False)
+        slow = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
+    assert fast == slow
+    assert fast[2] is None or fast[2][1] != "the interception server failed; see its log"
