@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -221,69 +221,67 @@ def block(kind: str, name: str, value: object, index: int = 0) -> Json:
     return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: value}}
 
 
-def part(text: str, index: int = 0, **fields: Any) -> Json:
-    return {"type": "response.output_text.delta", "output_index": index, "content_index": 0, "delta": text, **fields}
-
-
 TEXT = st.one_of(
     st.text(max_size=6),
     st.sampled_from(["a", "\\", '"', '\\"', "\n", "?!", '","', "\ud83d", "\ude00", "é☃", "\u2028\x85", "\x7f"]),
     st.sampled_from(['data: {"id":"c","choices":[{"index":0,"delta":{"content":"', '"},"finish_reason":null}]}', "}"]),
 )
-CHUNKS = st.one_of(
-    TEXT.map(lambda text: chunk({"content": text})),
-    TEXT.map(lambda text: chunk({"content": text})),
-    TEXT.map(lambda text: chunk({"role": "assistant", "content": text})),
-    TEXT.map(lambda text: chunk({"reasoning_content": text, "content": None})),
-    TEXT.map(lambda text: chunk({"content": text, "refusal": text})),
-    TEXT.map(lambda text: chunk({"content": text}, obfuscation=text)),
-    TEXT.map(lambda text: chunk({"content": text}, usage={"prompt_tokens": 1, "completion_tokens": len(text)})),
-    st.builds(lambda text, index: chunk({"content": text}, index), TEXT, st.sampled_from([0, 1, True, None, "0"])),
-    TEXT.map(lambda text: chunk({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": text}}]})),
-    TEXT.map(lambda text: {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": [text]}}]}),
-    TEXT.map(lambda text: {"choices": [{"index": 0, "delta": {"content": text, "x": {"content": text}}}]}),
-    st.sampled_from(
-        [
-            chunk({}),
-            chunk({"content": ["x"]}),
-            chunk({"content": None}),
-            chunk({}, 0, "stop"),
-            chunk({"content": "end"}, 1, "length"),
-            {"choices": [], "usage": {"prompt_tokens": 1}},
-            {"error": {"message": "no", "code": 429}},
-            {"choices": None},
-        ]
-    ),
-)
-BLOCKS = st.one_of(
-    st.builds(block, st.just("text_delta"), st.just("text"), TEXT, st.sampled_from([0, 0, 0, 1])),
-    st.builds(block, st.just("thinking_delta"), st.just("thinking"), TEXT),
-    st.builds(block, st.just("text_delta"), st.sampled_from(["text", "thinking"]), TEXT),
-    st.builds(block, st.just("input_json_delta"), st.just("partial_json"), TEXT),
-    st.builds(block, st.just("signature_delta"), st.just("signature"), TEXT),
-    st.sampled_from(
-        [
-            {"type": "message_start", "message": {"id": "m", "content": [], "usage": {"input_tokens": 1}}},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-            {"type": "content_block_stop", "index": 0},
-            {"type": "ping"},
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
-            {"type": "message_stop"},
-            {"type": "error", "error": {"type": "overloaded_error", "message": "no"}},
-        ]
-    ),
-)
-PARTS = st.one_of(
-    st.builds(part, TEXT, st.sampled_from([0, 0, 1])),
-    TEXT.map(lambda text: part(text, sequence_number=len(text), obfuscation="x")),
-    st.sampled_from(
-        [
-            {"type": "response.created", "response": {"id": "r", "output": []}},
-            {"type": "response.completed", "response": {"id": "r", "status": "completed", "output": []}},
-            {"type": "response.failed", "response": {"error": {"message": "no"}}},
-        ]
-    ),
-)
+CHUNKS: list[Callable[[str], Json]] = [
+    lambda text: chunk({"content": text}),
+    lambda text: chunk({"content": text}, 1),
+    lambda text: chunk({"role": "assistant", "content": text}),
+    lambda text: chunk({"reasoning_content": text, "content": None}),
+    lambda text: chunk({"content": text, "refusal": text}),
+    lambda text: chunk({"content": text}, obfuscation="x"),
+    lambda text: chunk({"content": "x"}, obfuscation=text),
+    lambda text: chunk({"content": text}, usage={"prompt_tokens": 1, "completion_tokens": len(text)}),
+    lambda text: chunk({"content": text}, usage={"prompt_tokens": 1}, service_tier=None),
+    lambda text: {"choices": [{"index": True, "delta": {"content": text}}]},
+    lambda text: {"choices": [{"delta": {"content": text, "tool_calls": []}, "logprobs": None, "token_ids": None}]},
+    lambda text: chunk({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": text}}]}),
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": [text]}}]},
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text, "x": {"content": text}}}]},
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text}}, {"index": 1, "delta": {"content": text}}]},
+    lambda text: {"content": text, "choices": [{"index": 0, "delta": {"content": text}}]},
+    lambda text: {"choices": [{"index": 0, "message": {"content": text}}]},
+]
+CHUNKS_ONCE: list[Json] = [
+    chunk({}),
+    chunk({"content": ["x"]}),
+    chunk({"content": None}),
+    chunk({}, 0, "stop"),
+    chunk({"content": "end"}, 1, "length"),
+    {"choices": [], "usage": {"prompt_tokens": 1}},
+    {"error": {"message": "no", "code": 429}},
+    {"choices": None},
+]
+BLOCKS: list[Callable[[str], Json]] = [
+    lambda text: block("text_delta", "text", text),
+    lambda text: block("text_delta", "text", text, 1),
+    lambda text: block("thinking_delta", "thinking", text),
+    lambda text: block("text_delta", "thinking", text),
+    lambda text: block("input_json_delta", "partial_json", text),
+    lambda text: block("signature_delta", "signature", text),
+]
+BLOCKS_ONCE: list[Json] = [
+    {"type": "message_start", "message": {"id": "m", "content": [], "usage": {"input_tokens": 1}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ["x"]}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "ping"},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+    {"type": "message_stop"},
+    {"type": "error", "error": {"type": "overloaded_error", "message": "no"}},
+]
+PARTS: list[Callable[[str], Json]] = [
+    lambda text: {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": text},
+    lambda text: {"type": "response.output_text.delta", "output_index": 1, "delta": text, "obfuscation": "x"},
+]
+PARTS_ONCE: list[Json] = [
+    {"type": "response.created", "response": {"id": "r", "output": []}},
+    {"type": "response.completed", "response": {"id": "r", "status": "completed", "output": []}},
+    {"type": "response.failed", "response": {"error": {"message": "no"}}},
+]
 
 
 def as_event(payload: Json, style: int) -> bytes:
@@ -298,20 +296,24 @@ def as_event(payload: Json, style: int) -> bytes:
     return (comment + name + field + lines + b"\n\n").replace(b"\n", end)
 
 
-PLAIN = st.sampled_from([0, 0, 0, 0, 0, 2])
-STYLE = st.one_of(PLAIN, PLAIN, st.integers(0, 255))
+KINDS = [(CHAT, CHUNKS, CHUNKS_ONCE), (MESSAGES, BLOCKS, BLOCKS_ONCE), (RESPONSES, PARTS, PARTS_ONCE)]
+ODD = [b": k\n\n", b"\n", b"id: 1\n\n", b"data: [DONE]\n\n", b"data\n\n", b"data: \xff\n\n", b"data: {"]
 
 
 @st.composite
 def written_streams(draw: st.DrawFn) -> tuple[Dialect, bytes]:
-    dialect, payloads = draw(st.sampled_from([(CHAT, CHUNKS), (CHAT, CHUNKS), (MESSAGES, BLOCKS), (RESPONSES, PARTS)]))
-    styles = STYLE if draw(st.booleans()) else st.just(draw(PLAIN))
-    events = [as_event(payload, draw(styles)) for payload in draw(st.lists(payloads, max_size=14))]
-    odd = st.sampled_from(
-        [b": k\n\n", b"\n", b"id: 1\n\n", b"data: [DONE]\n\n", b"data\n\n", b"data: \xff\n\n", b"data: {"]
-    )
-    for at in draw(st.lists(st.integers(0, len(events)), max_size=2)):
-        events.insert(at, draw(odd))
+    """Stretches of events that differ in their text alone, and others between them."""
+    dialect, repeated, once = draw(st.sampled_from([KINDS[0], *KINDS]))
+    events: list[bytes] = []
+    for _ in range(draw(st.integers(1, 4))):
+        style = draw(st.sampled_from([0, 0, 2, None]))
+        style = draw(st.integers(0, 255)) if style is None else style
+        make = draw(st.sampled_from([repeated[0], *repeated]))
+        events += [as_event(make(text), style) for text in draw(st.lists(TEXT, max_size=5))]
+        if draw(st.booleans()):
+            events.append(as_event(draw(st.sampled_from(once)), style))
+        if not draw(st.integers(0, 4)):
+            events.append(draw(st.sampled_from(ODD)))
     end = draw(st.sampled_from([b"", b"data: [DONE]\n\n"]))
     return dialect, b"".join([*events, end])
 
