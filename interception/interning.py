@@ -33,8 +33,8 @@ MIN_RUN, MAX_RUN, TOP_RUN = 2, 32, 8
 """References in one run of a list, at least (so that levels shrink) and at most, and in the list's own entry."""
 
 ROOMY = 64 * 1024
-"""Bytes below which orjson's texts take 4 kB more than they need for as long as they are kept (3.13: measured; it writes
-into a buffer, and the end of that is not given back)."""
+"""Bytes below which it matters that a text of orjson's takes 4 kB more than its length for as long as it is kept
+(3.13, measured: it writes into a buffer, whose end is not given back)."""
 
 MARK = b'{"\\u0000":['
 END = b"]}"
