@@ -383,6 +383,7 @@ class EnvServerPool:
             self._quarantine.buried(worker, runs)
         self._supervise(lambda: self._slots.closed(slot, self._now))
         self._tell_next(slot)
+        self._look_soon()  # the load may have waited for its place
 
     def _tell_next(self, slot: Slot) -> None:
         self._chronicle.goes_on(slot, self._now)
