@@ -33,7 +33,7 @@ class Broker:
             self.slots,
             self.dispatcher,
             now=lambda: 0.0,
-            lone=lambda: [],
+            lone=list,
             retire=lambda worker: None,
             wake=self._wake,
         )
