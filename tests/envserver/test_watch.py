@@ -11,7 +11,6 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from types import FunctionType
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -21,6 +20,7 @@ from envserver.pool import EnvServerPool
 from envserver.stacks import SWITCH, read_stacks
 from envserver.worker import Worker
 from tests.envserver import hardships
+from tests.envserver.caller import Caller
 from tests.envserver.processes import alive
 from tests.envserver.test_pool import QUICK, pool_of, ready
 from tests.helpers import until
@@ -197,34 +197,39 @@ async def main(env, policy):
     async with EnvServerPool(env, max_workers=2, elastic=False, policy=policy) as pool:
         while pool.states()["ready"] < 2:
             await asyncio.sleep(0.01)
-        print("up", flush=True)
+        print(pool.address, flush=True)
         await asyncio.to_thread(input)
-        print(pool.states()["ready"], flush=True)
+        print(pool.states(), flush=True)
 
 asyncio.run(main(sys.argv[1], eval(sys.argv[2])))
 """
 
 
-async def test_a_broker_that_is_stopped_for_long_kills_nobody_when_it_goes_on() -> None:
-    """Its workers are idle and use no CPU: who takes its lag for their silence finds them blocked."""
-    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=WATCHFUL.silent_after)
+async def test_a_broker_that_is_stopped_for_long_kills_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    """One worker is idle, the other blocked for a moment before and after: who counts what is in between as its silence
+    finds it blocked beyond the limit."""
+    gate = tmp_path / "gate"
+    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=2.0)
     arguments = ["-c", BROKER, f"{HARD}:hard", repr(policy)]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stdin is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(60):
-            assert await process.stdout.readline() == b"up\n"
-            workers = psutil.Process(process.pid).children()
-            assert len(workers) == 2
-            for _ in range(2):
+            with Caller((await process.stdout.readline()).decode().strip()) as caller:
+                blocked = await caller.send("run", {"do": "block", "gate": str(gate)})
+                while b"has not answered" not in await process.stderr.readline():
+                    pass
                 process.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(0.8)  # it is away for longer than each of its limits
+                await asyncio.sleep(2.1)  # the broker is away for longer than the limit
                 process.send_signal(signal.SIGCONT)
-                await asyncio.sleep(0.3)
-            process.stdin.write(b"\n")
-            assert await process.stdout.readline() == b"2\n"
-            await process.wait()
+                await asyncio.sleep(0.4)
+                gate.touch()
+                assert (await caller.reply(blocked))["success"]
+                process.stdin.write(b"\n")
+                assert b"'ready': 2," in await process.stdout.readline()
+                await process.wait()
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGCONT)
