@@ -18,6 +18,8 @@ from tests.verifiers.evals import Endpoint, config, session_of, traces
 from tests.verifiers.test_faults import POLICY, PRIME, by_error, expire_first
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, PrimeTunnelConfig
 
+pytestmark = pytest.mark.gate
+
 
 async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
     session = session_of(config(endpoint, tmp_path, "echo_words"))

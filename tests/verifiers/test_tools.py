@@ -132,6 +132,7 @@ async def test_the_loss_of_a_shared_tool_fails_who_uses_it_and_nobody_else(servi
             pass
 
 
+@pytest.mark.gate
 async def test_a_refused_tunnel_is_verifiers_own_error(service: FakePrime) -> None:
     service.refuse_creates(400, "maximum number of tunnels reached")
     with installed(PRIME), pytest.raises(vf.TunnelError, match="maximum number"):
@@ -147,6 +148,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("when", ["at once", "once it serves"])
 async def test_a_tool_server_whose_launcher_is_killed_is_gone(when: str, tmp_path: Path) -> None:
     argv: list[str] = []
