@@ -95,7 +95,7 @@ def test_installing_twice_is_once_and_other_options_are_refused() -> None:
     with installed():
         pass
     assert looked_up() != before, "the inner one was no installation of its own"
-    with pytest.raises(RuntimeError, match="uninstall"):
+    with pytest.raises(RuntimeError, match=r"with another grace: uninstall\(\) first"):
         install(Options(grace=9))
     uninstall()
     uninstall()
@@ -142,9 +142,13 @@ def test_another_shape_of_verifiers_is_a_clear_error_and_nothing_is_replaced(mon
 
     monkeypatch.setattr(vf.HarnessSession, "turn", turn)
     monkeypatch.delattr(sys.modules["verifiers.v1.rollout"], "serve_tools")
+    monkeypatch.setitem(sys.modules, "verifiers.v1.serve.pool", None)
     before = their_interception.make_interception
-    with pytest.raises(ImportError, match=r"verifiers 0\.4\.\d.*turn takes no messages.*rollout has no serve_tools"):
+    with pytest.raises(ImportError, match=r"verifiers 0\.4\.\d.*turn takes no messages") as error:
         install()
+    assert "verifiers.v1.rollout has no serve_tools" in str(error.value)
+    assert "verifiers.v1.serve.pool cannot be imported" in str(error.value)
+    assert "there is no verifiers.v1.serve.pool:serve_env" in str(error.value)
     assert their_interception.make_interception is before
 
 
@@ -155,6 +159,13 @@ def test_options_travel_and_say_what_cannot_be() -> None:
         Options(tunnel=CustomTunnelConfig(url="http://host", port=1))
     with pytest.raises(ValueError, match="grace"):
         Options(grace=-1)
+    with pytest.raises(TypeError, match="grace"):
+        Options(grace="2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tunnel must be .* not builtins\.dict"):
+        Options(tunnel={"type": "ssh", "host": "relay"})  # type: ignore[arg-type]
+    theirs: Any = their_interception.ElasticInterceptionPoolConfig()
+    with pytest.raises(TypeError, match=r"interception must be .* not verifiers\.v1"):
+        Options(interception=theirs)
 
 
 def test_verifiers_configs_select_ours() -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -117,8 +117,12 @@ def install(options: Options | None = None) -> Installation:
 def _install(options: Options) -> Installation:
     global _installed
     if _installed is not None:
-        if _installed.options != options:
-            raise RuntimeError(f"installed already, with {_installed.options}: uninstall() first")
+        if other := [
+            each.name
+            for each in fields(options)
+            if getattr(options, each.name) != getattr(_installed.options, each.name)
+        ]:
+            raise RuntimeError(f"installed already, with another {', '.join(other)}: uninstall() first")
         return _installed
     check_shape()
     made = Installation(options)
@@ -186,9 +190,11 @@ def original(name: str) -> Any:
 def check_shape() -> None:
     """`ImportError` if verifiers is not as ours expect it."""
     faults = []
-    for importers in IMPORTERS.values():
-        for module in importers:
+    for module in dict.fromkeys(module for modules in IMPORTERS.values() for module in modules):
+        try:
             importlib.import_module(module)
+        except ImportError as error:
+            faults.append(f"{module} cannot be imported ({error})")
     for path, expected in SHAPE.items():
         try:
             found = list(inspect.signature(_named(path)).parameters)
@@ -198,7 +204,8 @@ def check_shape() -> None:
         if missing := [name for name in expected if name not in found]:
             faults.append(f"{path} takes no {', '.join(missing)}")
     for name, modules in IMPORTERS.items():
-        faults += [f"{module} has no {name}" for module in modules if not hasattr(sys.modules[module], name)]
+        loaded = [module for module in modules if module in sys.modules]
+        faults += [f"{module} has no {name}" for module in loaded if not hasattr(sys.modules[module], name)]
     if faults:
         raise ImportError(
             f"verifiers {version('verifiers')} is not as this integration knows it (0.4.0): {'; '.join(faults)}. "
