@@ -22,7 +22,7 @@ from tests.envserver.processes import alive
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
 from tests.verifiers.evals import Endpoint, config, traces
-from tests.verifiers.test_faults import LOST, PRIME
+from tests.verifiers.test_faults import LOST, PRIME, by_error, expire_first, with_fault
 from tunnel import HEALTH_PATH, IDENTITY_HEADER
 
 STAMPS = {"id": "echo_stamp", "tasks": 1}
@@ -130,6 +130,17 @@ async def test_the_loss_of_a_shared_tool_fails_who_uses_it_and_nobody_else(servi
         # Stopped, it is forgotten: another one may get the same URL.
         async with their_rollout.serve_tools([], remote_harness, shared=shared, state_route=other.trace.id):
             pass
+
+
+@pytest.mark.usefixtures("remote")
+async def test_the_loss_of_a_shared_tool_ends_its_rollouts_and_not_the_eval(
+    service: FakePrime, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    eval_config = config(endpoint, tmp_path, "shared_words", harness="quick_harness", runtime="prime", max_concurrent=2)
+    with installed(PRIME):
+        found = await with_fault(eval_config, endpoint, 2, lambda: expire_first(service))
+    assert by_error(found) == {LOST: 3}, "the two that had it, and the one that wanted it"
+    assert all("tool server was lost" in trace.errors[0].message for trace in found)
 
 
 @pytest.mark.gate
