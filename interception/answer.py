@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,11 +15,15 @@ from interception.policy import ServingPolicy
 from interception.session import RolloutSession
 from interception.sse import SseEvent, SseParser, dumps, loads
 from interception.turn import Call, Exchange, Failure
+from interception.wire import UpstreamAnswer
 
 logger = logging.getLogger("interception")
 
 SLICE = 64 * 1024
 """Bytes of a stream that are read without letting others run: a small gzip can be a hundred thousand events."""
+
+BATCH = 256
+"""Events that are looked at without letting others run."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -37,7 +40,7 @@ class AnswerReader:
         self._exchange = exchange
         self._policy = policy
 
-    async def read(self, response: aiohttp.ClientResponse) -> None:
+    async def read(self, response: UpstreamAnswer) -> None:
         """The whole answer. Raises `Failure` for one that is no success, or not whole."""
         if response.status >= 300:
             try:
@@ -52,7 +55,7 @@ class AnswerReader:
 
     # -- not streamed --------------------------------------------------------------------------
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, response: UpstreamAnswer) -> None:
         exchange = self._exchange
         exchange.attempt.status = response.status
         exchange.attempt.first_byte = time.time()
@@ -78,7 +81,7 @@ class AnswerReader:
 
     # -- streamed ------------------------------------------------------------------------------
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, response: UpstreamAnswer) -> None:
         call, exchange = self._call, self._exchange
         stream = call.new_stream()
         parser = SseParser()
@@ -97,17 +100,25 @@ class AnswerReader:
         broken: Exception | None = None
         while phase in (Phase.OPEN, Phase.CLOSING):
             try:
-                async with asyncio.timeout(self._policy.hold if phase is Phase.CLOSING else None):
-                    chunk = await response.content.readany()
+                chunk = await self._next(response, self._policy.hold if phase is Phase.CLOSING else None)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            async for event in _events(parser, chunk):
-                phase = stream.feed(event)
-                # Comments and the like are no beginning: what follows them may still be an error with a status.
-                begun = begun or (phase is Phase.OPEN and event.data is not None)
-                if not (call.withhold_usage and stream.usage_chunk(event)):
-                    (free if phase is Phase.OPEN else held).append(event.raw)
-                if phase is Phase.FAILED:
+            async for events in _batches(parser, chunk):
+                at = 0
+                while at < len(events) and stream.phase is not Phase.FAILED:
+                    if phase is Phase.OPEN and (repeated := stream.repeats(events[at:])):
+                        begun = True
+                        free += [event.raw for event in events[at : at + repeated]]
+                        at += repeated
+                        continue
+                    event = events[at]
+                    at += 1
+                    phase = stream.feed(event)
+                    # Comments and the like are no beginning: what follows them may still be an error with a status.
+                    begun = begun or (phase is Phase.OPEN and event.data is not None)
+                    if not (call.withhold_usage and stream.usage_chunk(event)):
+                        (free if phase is Phase.OPEN else held).append(event.raw)
+                if stream.phase is Phase.FAILED:
                     break
             if begun and not hooked:
                 exchange.release(b"".join(free))
@@ -138,9 +149,13 @@ class AnswerReader:
         if phase is Phase.CLOSING and changed is None and not response.content.at_eof():
             await self._rest(response, parser, stream.usage_chunk)
 
-    async def _rest(
-        self, response: aiohttp.ClientResponse, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]
-    ) -> None:
+    async def _next(self, response: UpstreamAnswer, timeout: float | None) -> bytes:
+        if timeout is None:
+            return await response.content.readany()
+        async with asyncio.timeout(timeout):
+            return await response.content.readany()
+
+    async def _rest(self, response: UpstreamAnswer, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]) -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
             while chunk := await response.content.readany():
@@ -148,7 +163,8 @@ class AnswerReader:
                     b"".join(
                         [
                             event.raw
-                            async for event in _events(parser, chunk)
+                            async for events in _batches(parser, chunk)
+                            for event in events
                             if not (self._call.withhold_usage and usage_chunk(event))
                         ]
                     )
@@ -208,19 +224,19 @@ class AnswerReader:
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
 
 
-async def _events(parser: SseParser, chunk: bytes) -> AsyncIterator[SseEvent]:
+async def _batches(parser: SseParser, chunk: bytes) -> AsyncIterator[list[SseEvent]]:
     """The events that `chunk` completes, others running in between; for an empty one what the stream ended with."""
     if not chunk:
-        for event in _rest_of(parser):
-            yield event
+        yield list(_rest_of(parser))
         return
     for start in range(0, len(chunk), SLICE):
         if start:
             await asyncio.sleep(0)
-        for number, event in enumerate(parser.feed(chunk[start : start + SLICE]), 1):
-            if number % 256 == 0:
+        events = parser.feed(chunk[start : start + SLICE])
+        for first in range(0, len(events), BATCH):
+            if first:
                 await asyncio.sleep(0)
-            yield event
+            yield events[first : first + BATCH]
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
@@ -230,7 +246,7 @@ def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
             yield event
         elif event.json is not None or (event.data or "").strip() == "[DONE]":
             # It lacks only its blank line, without which SDKs drop it.
-            yield replace(event, raw=event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
+            yield SseEvent(event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
 
 
 def parsed(body: bytes) -> dict[str, Any] | None:

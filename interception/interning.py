@@ -19,7 +19,7 @@ Entries are bytes in flat containers: nothing here is work for the garbage colle
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -44,6 +44,30 @@ SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
+class Runs(NamedTuple):
+    """The first runs of a list."""
+
+    entries: Sequence[int]
+    covered: int
+    """Items of the list that are in them."""
+
+
+NO_RUNS = Runs((), 0)
+
+
+class Stored(NamedTuple):
+    """The entries of a request."""
+
+    request: int
+    """Of all but its messages."""
+    messages: int | None
+    """None: it has no list of them."""
+    items: list[int]
+    """Of each message."""
+    known: Runs
+    """Those of the messages' runs that are there whatever comes after the last message but one."""
+
+
 class Bodies:
     """The bodies of one trace. Append-only: what has been given out stays readable."""
 
@@ -61,25 +85,36 @@ class Bodies:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def put_request(self, request: dict[str, Any], messages_field: str) -> tuple[int, int | None]:
-        """The entries of a request without its messages, and of the messages (None: it has no list of them)."""
+    def put_request(self, request: dict[str, Any], messages_field: str) -> Stored:
+        """The entries of a request."""
         messages: int | None = None
+        items: list[int] = []
+        known = NO_RUNS
         fields: list[bytes] = []
         for name, value in request.items():
             key = self._dump(name)
             if not fields and key.startswith(NUL_KEY[1:]):
                 key = ESCAPED_NUL_KEY[1:] + key[len(NUL_KEY) - 1 :]
             if _is_sequence(value):
-                text = self._sequence([self.put(item) for item in value])
+                numbers = [self.put(item) for item in value]
                 if name == messages_field:
-                    messages = self._put(text)
+                    text, known = self._list(numbers, NO_RUNS)
+                    messages, items = self._put(text), numbers
                     text = MESSAGES
+                else:
+                    text = self._sequence(numbers)
                 text = b"[" + text + b"]"
             else:
                 text = self._dump(value)
                 text = _refer([self._put_text(text)]) if len(text) > INLINE else _escape(text)
             fields.append(key + b":" + text)
-        return self._put(b"{" + b",".join(fields) + b"}"), messages
+        return Stored(self._put(b"{" + b",".join(fields) + b"}"), messages, items, known)
+
+    def extend(self, stored: Stored, added: Sequence[Any]) -> Stored:
+        """The entries of a request that has further messages at its end."""
+        items = [*stored.items, *[self.put(item) for item in added]]
+        text, known = self._list(items, stored.known)
+        return Stored(stored.request, self._put(text), items, known)
 
     def put(self, value: Any) -> int:
         """The entry of a value. ValueError: it is nested too deeply; TypeError: it is not JSON."""
@@ -161,20 +196,37 @@ class Bodies:
 
     def _sequence(self, numbers: Sequence[int]) -> bytes:
         while len(numbers) > TOP_RUN:
-            runs = []
-            run: list[int] = []
-            for number in numbers:
-                run.append(number)
-                # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
-                # share a stretch share its runs, wherever it stands in them.
-                cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
-                if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
-                    runs.append(self._put(_refer(run)))
-                    run = []
-            if run:
-                runs.append(self._put(_refer(run)))
-            numbers = runs
+            numbers, _ = self._runs(numbers, NO_RUNS)
         return _refer(numbers)
+
+    def _list(self, numbers: Sequence[int], known: Runs) -> tuple[bytes, Runs]:
+        if len(numbers) <= TOP_RUN:
+            return _refer(numbers), NO_RUNS
+        runs, known = self._runs(numbers, known)
+        return self._sequence(runs), known
+
+    def _runs(self, numbers: Sequence[int], known: Runs) -> tuple[list[int], Runs]:
+        """The runs of `numbers`, and those of them that are also `known` of any list that has all but the last of them.
+
+        `known`: of a list with which this one begins.
+        """
+        runs = list(known.entries)
+        run: list[int] = []
+        start = before = known.covered
+        for at in range(start, len(numbers)):
+            number = numbers[at]
+            before = start
+            run.append(number)
+            # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
+            # share a stretch share its runs, wherever it stands in them.
+            cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
+            if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
+                runs.append(self._put(_refer(run)))
+                run = []
+                start = at + 1
+        if run:
+            runs.append(self._put(_refer(run)))
+        return runs, Runs(runs[:-1], before)
 
     def _dump(self, value: Any) -> bytes:
         try:

@@ -116,16 +116,16 @@ class InterceptionServer(Interception):
         self._stack.callback(self._watch.leave)
         tunnel = self.tunnel
         self._stack.push_async_callback(self.upstreams.close)
-        runner = web.AppRunner(
-            Routes(self).app(),
+        served = web.Server(
+            Routes(self).handle,
             access_log=None,
-            shutdown_timeout=SHUTDOWN_TIMEOUT,
             # Bodies are decoded and drained by us (see `inbound`): aiohttp would log a defect of ours where it comes
             # upon one that is malformed.
             auto_decompress=False,
             lingering_time=0,
             logger=http_logger,
         )
+        runner = web.ServerRunner(served, shutdown_timeout=SHUTDOWN_TIMEOUT)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         host = tunnel.bind_host if tunnel else self.config.bind_host or "127.0.0.1"

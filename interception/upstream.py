@@ -8,10 +8,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from multidict import CIMultiDict
 from yarl import URL
 
 from interception.session import Upstream
 from interception.turn import Failure
+from interception.wire import Connector, UpstreamAnswer, Wire
 
 PIECE = 256 * 1024
 """Bytes of a body that are handed to the connection at once."""
@@ -23,23 +25,36 @@ class UpstreamClients:
     """The HTTP clients of a server. They are made on first use and closed together."""
 
     def __init__(self) -> None:
-        self._clients: dict[ClientKey, aiohttp.ClientSession] = {}
+        self._clients: dict[ClientKey, tuple[aiohttp.ClientSession, Wire | None]] = {}
 
-    def _client(self, upstream: Upstream) -> aiohttp.ClientSession:
+    def _client(self, upstream: Upstream) -> tuple[aiohttp.ClientSession, Wire | None]:
+        """The client, and its short way for turns, which knows of no proxies."""
         key = (upstream.base_url, upstream.connect_timeout, upstream.idle_timeout)
-        client = self._clients.get(key)
-        if client is None:
-            client = self._clients[key] = aiohttp.ClientSession(
-                # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
-                ),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                proxy=proxy_for(upstream.base_url),
-                auto_decompress=True,
-            )
-        return client
+        known = self._clients.get(key)
+        if known is not None:
+            return known
+        proxy = proxy_for(upstream.base_url)
+        client = aiohttp.ClientSession(
+            connector=Connector(),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            proxy=proxy,
+            auto_decompress=True,
+        )
+        wire = Wire(client, URL(upstream.base_url, encoded=True)) if proxy is None else None
+        self._clients[key] = client, wire
+        return client, wire
+
+    def post(
+        self, upstream: Upstream, url: str, *, headers: CIMultiDict[str], body: bytes
+    ) -> AbstractAsyncContextManager[UpstreamAnswer]:
+        """The request of a turn."""
+        _, wire = self._client(upstream)
+        if wire is None or len(body) > PIECE:
+            return self.request(upstream, "POST", url, headers=headers, body=body)
+        return wire.post(url, headers, body)
 
     def request(
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None
@@ -48,13 +63,12 @@ class UpstreamClients:
         data: bytes | AsyncIterator[memoryview] | None = body
         if body is not None and len(body) > PIECE:
             data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
-        return self._client(upstream).request(
-            method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False
-        )
+        client, _ = self._client(upstream)
+        return client.request(method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False)
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(client.close() for client, _ in clients))
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
