@@ -36,12 +36,17 @@ class Watch:
         """To its server; None: without a tunnel."""
         self.tools: dict[str, Way] = {}
         """To the tool servers it uses, by their public URLs."""
-        self.task: asyncio.Task[object] | None = None
-        """What runs it."""
+        self._task: asyncio.Task[object] | None = None
+        self._cancellations = 0
         self.error: TheirTunnelError | None = None
         """Why it is lost. Kept here, for verifiers clears `session.error` on the way."""
         self.lost = asyncio.Event()
         """Set with `error`."""
+
+    def entered(self) -> None:
+        """Told by the task that runs the rollout."""
+        self._task = asyncio.current_task()
+        self._cancellations = 0 if self._task is None else self._task.cancelling()
 
     @property
     def ways(self) -> list[Way]:
@@ -50,7 +55,7 @@ class Watch:
     @property
     def abandoned(self) -> bool:
         """Its task is cancelled: what becomes of it, nobody asks any more."""
-        return self.task is not None and self.task.cancelling() > 0
+        return self._task is not None and self._task.cancelling() > self._cancellations
 
     def lose(self, reason: str, cause: BaseException | None = None) -> None:
         """The rollout has lost a tunnel: its calls end, nothing is recorded any more. The first loss stays."""

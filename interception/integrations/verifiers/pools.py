@@ -1,6 +1,5 @@
 """Our pools as verifiers' `Interception`s, over verifiers' own servers."""
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -80,7 +79,7 @@ class _Pool(Interception):  # type: ignore[misc] # untyped
                 slot = await stack.enter_async_context(self.pool.acquire(session))
             watched = watch_of(session.trace.id)
             assert watched is not None
-            watched.task = asyncio.current_task()
+            watched.entered()
             yield slot.base_url, slot.model_secret, slot.state_secret
             await serves(watched)
         watched.raise_if_unrecorded()

@@ -242,7 +242,7 @@ class InterceptionServer(Member):
         pair = self.register(session)
         watched = watch_of(session.trace.id)
         assert watched is not None
-        watched.task = asyncio.current_task()
+        watched.entered()
         try:
             yield self.base_url, *pair
             await serves(watched)
