@@ -23,6 +23,9 @@ from interception.trace import Trace
 LARGE: Final = 32 * 1024**2
 """Bytes of a body from which on it is not looked for, which would take 30 ms of the loop or more."""
 
+MUCH: Final = 8 * 1024**2
+"""Bytes of new messages from which on a body is read as a whole, which lets others run in between."""
+
 KEPT: Final = 4
 """Bodies known of a session: its sub-agents call by turns."""
 
@@ -70,7 +73,7 @@ class _Known:
 
     def between(self, body: bytes) -> bytes | None:
         """What `body` has between head and tail; None: these are not its own."""
-        if len(body) < self.head + self.tail:
+        if not 0 <= len(body) - self.head - self.tail <= MUCH:
             return None
         view = memoryview(body)
         if (digest_of(view[: self.head]), digest_of(view[len(body) - self.tail :])) != self.digests:

@@ -121,6 +121,13 @@ class TestGrowingRequests:
         reading.learn(raw)
         assert reading.again(raw) is None
 
+    def test_nor_is_one_that_grew_by_more_than_is_read_in_one_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("interception.growth.MUCH", 100)
+        reading = Reading()
+        reading.learn(body(["one"]))
+        assert reading.again(body(["one", "x" * 200])) is None
+        assert reading.again(body(["one", "x" * 20])) is not None
+
     @given(st.binary(max_size=40), st.integers(0, 120), st.integers(0, 12))
     @example(b',{"role":"user"}', 47, 0)
     def test_any_bytes_in_between_are_growth_as_the_whole_says_or_none(self, put_in: bytes, at: int, drop: int) -> None:
