@@ -222,8 +222,8 @@ class AnswerReader:
 
 
 def _batches(parser: SseParser, chunk: bytes) -> Iterator[list[SseEvent]]:
-    """The events that `chunk` completes, no more at a time than may be read without letting others run; for an empty one
-    what the stream ended with."""
+    """The events that `chunk` completes, no more at a time than may be read without letting others run; for an empty
+    one what the stream ended with."""
     if not chunk:
         yield list(_rest_of(parser))
         return
