@@ -126,6 +126,18 @@ def samples_of(
     return samples
 
 
+def health_of(slots: Slots, error: str | None) -> dict[str, object]:
+    """What a pool answers to a health request. `error`: why it takes no runs; None: it does."""
+    return {
+        "success": error is None,
+        "error": error,
+        "ready": slots.ready,
+        "suspect": slots.count(State.SUSPECT),
+        "starting": slots.starting,
+        "capacity": slots.capacity,
+    }
+
+
 def samples_of_requests(metrics: Metrics, in_flight: int, dropped: int) -> list[Sample]:
     """What pools and single servers have in common."""
     return [

@@ -8,25 +8,24 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import zmq
 
+from envserver.burials import Burials
 from envserver.checks import check_limits, check_numbers
 from envserver.chronicle import Chronicle
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
 from envserver.folder import ShortFolder
 from envserver.frontend import Frontend
-from envserver.jobs import pack_callable
-from envserver.limits import MIB, PoolPolicy
+from envserver.limits import PoolPolicy
 from envserver.memory import rss_of
-from envserver.metrics import Sample, in_a_line, samples_of
+from envserver.metrics import Sample, health_of, in_a_line, samples_of
 from envserver.quarantine import Quarantine
+from envserver.recipe import Recipe
 from envserver.slot import Action, Bury, Drain, GiveUp, Slot, Spawn, State, Terminate
 from envserver.slots import Slots
-from envserver.startup import startup_error
 from envserver.teardown import run_to_end
 from envserver.watch import Watch
 from envserver.wire import Part, decode, encode
@@ -68,23 +67,13 @@ class EnvServerPool:
         log_path: str | os.PathLike[str] | None = None,
         policy: PoolPolicy | None = None,
     ) -> None:
-        if not isinstance(env, str) or ":" not in env:
-            raise EnvServerError(f"workers load their env themselves: name it as package.module:factory, not {env!r}")
         self._policy = policy or PoolPolicy()
         check_numbers(max_workers, elastic, min_workers, multiplex)
         check_limits(self._policy)
         check_address(address, "cannot listen on")
         self.address = address
         """Where it listens; concrete once `start` has returned."""
-        self._env = env
-        self._job = {
-            "env": env,
-            "env_kwargs": env_kwargs,
-            "multiplex": multiplex,
-            "log_setup": pack_callable(log_setup),
-            "drain_timeout": 0.0,  # the pool has waited for its runs before it ends a worker
-        }
-        self._log_path = None if log_path is None else Path(log_path)
+        self._recipe = Recipe(env, env_kwargs, multiplex, log_setup, log_path, self._policy)
         self._slots = Slots(
             self._policy,
             max_workers=max_workers,
@@ -125,7 +114,11 @@ class EnvServerPool:
             on_failure=self._crashed,
         )
         self._numbers_timer: asyncio.TimerHandle | None = None
-        self._burials: dict[Worker, asyncio.TimerHandle] = {}
+        self._burials = Burials(
+            self._policy.burial_timeout,
+            on_due=self._watched(self._bury),
+            on_lost=lambda worker: self._supervise(lambda: self._slots.lost(worker.slot, self._now)),
+        )
         self._up: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
         self._draining = False
@@ -256,7 +249,7 @@ class EnvServerPool:
                 case Drain(slot):
                     self._drain_worker(self._workers[slot])
                 case Bury(slot):
-                    self._bury(self._workers[slot])
+                    self._burials.exited(self._workers[slot])
                 case GiveUp(slot):
                     self._give_up(slot)
         self._refresh_ready()
@@ -273,16 +266,7 @@ class EnvServerPool:
         self._dispatcher.suspect = [worker for state, worker in offered if state is State.SUSPECT]
         self._dispatcher.load_limit = self._slots.scale_up_at
         well = self._crash is None and not self._draining
-        self._dispatcher.health = encode(
-            {
-                "success": well,
-                "error": None if well else self._dispatcher.refusal,
-                "ready": self._slots.ready,
-                "suspect": self._slots.count(State.SUSPECT),
-                "starting": self._slots.starting,
-                "capacity": self._slots.capacity,
-            }
-        )
+        self._dispatcher.health = encode(health_of(self._slots, None if well else self._dispatcher.refusal))
         self._notify()
 
     def _tick(self) -> None:
@@ -295,57 +279,35 @@ class EnvServerPool:
     def _spawn(self, slot: Slot) -> None:
         assert self._folder is not None
         try:
-            worker = Worker(
+            worker = self._recipe.make(
                 slot,
                 self._frontend.context,
-                job=self._job,
-                path=f"{self._folder.path}/{slot.generation}",
-                log_path=self._log_of(slot),
-                policy=self._policy,
+                self._folder,
                 on_message=self._dispatcher.on_answer,
                 on_lost=self._watched(self._lost),
                 on_exit=self._watched(self._exited),
             )
         except (EnvServerError, zmq.ZMQError) as error:  # no processes, descriptors or sockets left
-            self._chronicle.failed(slot, f"worker {slot.number} cannot be started: {error}")
+            self._chronicle.not_started(slot, error)
             if self._up is not None and not self._up.done():
                 self._up.set_exception(EnvServerError(str(error)))
             report = self._slots.spawn_failed
         else:
             self._workers[slot] = worker
-            logger.info("%s is starting%s", worker, self._purpose(slot))
+            self._chronicle.starting(worker, self._workers, self._now)
             report = self._slots.spawned
         self._refresh(report(slot, self._now))
         self._tell_next(slot)
 
     def _terminate(self, slot: Slot, hard: bool) -> None:
         worker = self._workers[slot]
-        if slot.overdue:
-            logger.warning("%s is not ready after %g s: it is killed", worker, self._policy.start_timeout)
-        elif slot.hung:
-            logger.warning("%s is killed: %s", worker, slot.hung)
-        elif not slot.planned:
-            logger.warning("%s has lost its connection: it is ended", worker)
+        self._chronicle.killing(worker, self._policy)
         worker.child.send_signal(signal.SIGKILL if hard else signal.SIGTERM)
 
     def _give_up(self, slot: Slot) -> None:
         if self._up is None or self._up.done():
             return
-        worker = self._workers[slot]
-        reason = worker.child.exit_reason
-        if slot.overdue:
-            reason = f"was not ready after {self._policy.start_timeout:g} s"
-        self._up.set_exception(
-            startup_error(
-                reason,
-                what=f"worker {slot.number} of {self._env}",
-                pid=worker.pid,
-                seconds=worker.child.seconds,
-                tail=worker.child.tail(),
-                log_path=None if self._log_path is None else self._log_of(slot),
-                returncode=worker.child.returncode,
-            )
-        )
+        self._up.set_exception(self._recipe.failure(self._workers[slot]))
 
     # What workers do
 
@@ -362,8 +324,7 @@ class EnvServerPool:
             return
         worker.dispatchable = True
         self._watch.add(worker)
-        self._chronicle.ready(worker.slot)
-        logger.info("%s is ready after %.1f s", worker, worker.child.seconds)
+        self._chronicle.ready(worker)
         self._supervise(lambda: self._slots.answered(worker.slot, self._now))
         if self._up is not None and not self._up.done() and self._slots.up:
             self._up.set_result(None)
@@ -392,27 +353,13 @@ class EnvServerPool:
 
     def _lost(self, worker: Worker) -> None:
         self._refresh_ready()
-        if worker in self._burials:
-            self._bury_now(worker)
-        elif not worker.closed:
-            # As a rule the process has ended as well, and the loop is about to hear of it.
-            self._loop.call_later(self._policy.burial_timeout, self._still_lost, worker)
-
-    def _still_lost(self, worker: Worker) -> None:
-        if not worker.closed and worker.child.returncode is None:
-            self._supervise(lambda: self._slots.lost(worker.slot, self._now))
+        self._burials.disconnected(worker)
 
     def _exited(self, worker: Worker) -> None:
         worker.dispatchable = False
         self._watch.drop(worker)
         slot = worker.slot
-        if slot.planned and slot.put_down:
-            logger.info("%s %s", worker, worker.end)
-        else:
-            what = (
-                f"{worker} {worker.end} after {worker.child.seconds:.1f} s, with {len(worker.requests)} requests on it"
-            )
-            self._chronicle.failed(slot, what, worker.child.tail())
+        self._chronicle.ended(worker)
         if self._crash is not None:
             worker.close()
             self._workers.pop(slot, None)
@@ -421,21 +368,8 @@ class EnvServerPool:
         self._supervise(lambda: self._slots.exited(slot, self._now, worker.child.returncode or 0))
 
     def _bury(self, worker: Worker) -> None:
-        """Deliver what a worker that has ended had queued: all that reached the kernel is read until the end."""
-        worker.look_at_connection()
-        if worker.requests and worker.connected:
-            # What it has forked may hold its end of the connection open, so not for ever.
-            timeout = self._policy.burial_timeout
-            self._burials[worker] = self._loop.call_later(timeout, self._watched(self._bury_now), worker)
-        else:
-            self._loop.call_soon(self._watched(self._bury_now), worker)
-
-    def _bury_now(self, worker: Worker) -> None:
+        """Nothing more comes from a worker that has ended: what it has not answered fails."""
         slot = worker.slot
-        if (timer := self._burials.pop(worker, None)) is not None:
-            timer.cancel()
-        if worker.closed:
-            return
         worker.read_rest()
         worker.connected = False
         ended = f"{worker} of the env server {worker.end}"
@@ -449,6 +383,7 @@ class EnvServerPool:
             self._quarantine.buried(worker, runs)
         self._supervise(lambda: self._slots.closed(slot, self._now))
         self._tell_next(slot)
+        self._look_soon()  # the load may have waited for its place
 
     def _tell_next(self, slot: Slot) -> None:
         self._chronicle.goes_on(slot, self._now)
@@ -475,15 +410,6 @@ class EnvServerPool:
         if self._wake is None and self._crash is None:
             self._wake = self._loop.call_soon(self._tick)
 
-    def _purpose(self, slot: Slot) -> str:
-        """What it is started for, where that is not to serve as the others do."""
-        if slot.lone:
-            return ", for one run that is to be alone"
-        if (old := slot.replaces) is None:
-            return ""
-        hours = (self._now - (old.ready_at or self._now)) / 3600
-        return f", to replace {self._workers[old]}, ready for {hours:.1f} h, {old.rss / MIB:.0f} MiB"
-
     def _measure(self) -> None:
         """See how much memory the workers take."""
         if self._draining:
@@ -507,9 +433,7 @@ class EnvServerPool:
             if worker.child.returncode is not None:
                 worker.close()
                 self._workers.pop(slot, None)
-        for timer in self._burials.values():
-            timer.cancel()
-        self._burials.clear()
+        self._burials.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._up is not None and not self._up.done():
@@ -562,11 +486,3 @@ class EnvServerPool:
             if changed.is_set():
                 changed = self._changed = asyncio.Event()
             await changed.wait()
-
-    # Where things are
-
-    def _log_of(self, slot: Slot) -> Path:
-        if self._log_path is not None:
-            return self._log_path.with_name(f"{self._log_path.stem}-worker-{slot.number}{self._log_path.suffix}")
-        assert self._folder is not None
-        return self._folder.path / f"worker-{slot.number}.log"

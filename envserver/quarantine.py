@@ -98,7 +98,7 @@ class Quarantine:
         """Nobody wants it any more that waits here."""
         if self._suspects.withdraw(run.task, run):
             self._bytes -= len(run.payload)
-            self.look()
+            self._wake()  # once for all that a client takes with it
 
     def look(self) -> None:
         """Send who may go, to where it may go, and say how many lone workers there are to be."""

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -15,7 +15,6 @@ from interception.policy import ServingPolicy
 from interception.session import RolloutSession
 from interception.sse import SseEvent, SseParser, dumps, loads
 from interception.turn import Call, Exchange, Failure
-from interception.wire import UpstreamAnswer
 
 logger = logging.getLogger("interception")
 
@@ -29,6 +28,18 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 EXCERPT = 500
 """Characters of an upstream's error page that are quoted."""
+
+
+class UpstreamAnswer(Protocol):
+    """What is asked of an answer: aiohttp's `ClientResponse` is one, and what `interception.wire` reads."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content(self) -> aiohttp.StreamReader: ...
+    async def read(self) -> bytes: ...
 
 
 class AnswerReader:

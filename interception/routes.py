@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 from pydantic_core import to_json
 
@@ -88,6 +88,12 @@ class Routes:
             server.tunnel.note_arrival(request.headers, request.path)
         server.in_flight += 1
         try:
+            if request.headers.get("Expect") and request.version >= HttpVersion11:
+                if request.headers["Expect"].lower() != "100-continue":
+                    return await _refused_expectation(request)
+                # aiohttp leaves it to the application that we do without; some clients wait for it with their body.
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0
             return await self._handler(request)(request)
         finally:
             server.in_flight -= 1
@@ -432,6 +438,11 @@ class Routes:
 
 def _dialect_of(request: web.BaseRequest) -> Dialect:
     return MESSAGES if "anthropic-version" in request.headers or request.path.startswith(MESSAGES.path) else CHAT
+
+
+async def _refused_expectation(request: web.BaseRequest) -> web.Response:
+    await drain(request)
+    return refusal(_dialect_of(request), Failure(417, "of the Expect header only 100-continue is known"))
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

@@ -1,9 +1,11 @@
 """Speaking to the upstreams: one shared client for each distinct one."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -11,9 +13,14 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from interception.answer import UpstreamAnswer
 from interception.session import Upstream
 from interception.turn import Failure
-from interception.wire import Connector, UpstreamAnswer, Wire
+
+if TYPE_CHECKING:
+    from interception.wire import Wire
+
+logger = logging.getLogger("interception")
 
 PIECE = 256 * 1024
 """Bytes of a body that are handed to the connection at once."""
@@ -26,8 +33,9 @@ class UpstreamClients:
 
     def __init__(self) -> None:
         self._clients: dict[ClientKey, tuple[aiohttp.ClientSession, Wire | None]] = {}
+        self._fell_back = False
 
-    def _client(self, upstream: Upstream) -> tuple[aiohttp.ClientSession, Wire | None]:
+    def _client(self, upstream: Upstream) -> "tuple[aiohttp.ClientSession, Wire | None]":
         """The client, and its short way for turns, which knows of no proxies."""
         key = (upstream.base_url, upstream.connect_timeout, upstream.idle_timeout)
         known = self._clients.get(key)
@@ -35,7 +43,8 @@ class UpstreamClients:
             return known
         proxy = proxy_for(upstream.base_url)
         client = aiohttp.ClientSession(
-            connector=Connector(),
+            # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
+            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
             ),
@@ -43,9 +52,25 @@ class UpstreamClients:
             proxy=proxy,
             auto_decompress=True,
         )
-        wire = Wire(client, URL(upstream.base_url, encoded=True)) if proxy is None else None
-        self._clients[key] = client, wire
-        return client, wire
+        self._clients[key] = client, None if proxy is not None else self._wire(client, upstream)
+        return self._clients[key]
+
+    def _wire(self, client: aiohttp.ClientSession, upstream: Upstream) -> "Wire | None":
+        try:
+            from interception.wire import Wire
+
+            return Wire(client, URL(upstream.base_url, encoded=True))
+        except aiohttp.InvalidURL:
+            return None  # each call is told so
+        except Exception:  # whatever comes of parts that are others in a new aiohttp
+            if not self._fell_back:
+                self._fell_back = True
+                logger.warning(
+                    "aiohttp %s has not the parts that this version knows: turns take the slower way, by its client",
+                    aiohttp.__version__,
+                    exc_info=True,
+                )
+            return None
 
     def post(
         self, upstream: Upstream, url: str, *, headers: CIMultiDict[str], body: bytes

@@ -44,13 +44,8 @@ Subject = Callable[[str], AbstractAsyncContextManager[Served]]
 
 
 def main(subject: Subject) -> None:
-    """`python -m … UPSTREAM`: the subject, until standard input ends. On uvloop, where its environment has it."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        from asyncio import new_event_loop
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_obey(subject, sys.argv[1]))
+    """`python -m … UPSTREAM`: the subject, until standard input ends."""
+    asyncio.run(_obey(subject, sys.argv[1]))
 
 
 async def _obey(subject: Subject, upstream: str) -> None:

@@ -60,8 +60,12 @@ class Refrain:
         text = _at(event.json, path)
         if text == PROBE.decode():
             return None
+        try:
+            literal = orjson.dumps(text)
+        except orjson.JSONEncodeError:  # half a surrogate pair
+            return None
         place = b'"%b":' % str(path[-1]).encode()
-        start, literal = event.raw.rfind(place) + len(place), orjson.dumps(text)
+        start = event.raw.rfind(place) + len(place)
         start += event.raw[start : start + 1] == b" "
         if start < len(place) or not event.raw.startswith(literal, start):
             return None
@@ -74,11 +78,13 @@ class Refrain:
         """How many of the first of `events` are it again; their texts are with the pieces then."""
         prefix, suffix = self._prefix, self._suffix
         start, end = len(prefix), -len(suffix)
+        least = start - end
         written: list[bytes] = []
         for event in events:
             raw = event.raw
             text = raw[start:end]
-            if not raw.startswith(prefix) or not raw.endswith(suffix) or b'"' in text:
+            # Shorter ones have both only where these overlap.
+            if not raw.startswith(prefix) or not raw.endswith(suffix) or b'"' in text or len(raw) < least:
                 break
             written.append(text)
         if not written:

@@ -1,5 +1,9 @@
-"""Envs for the table of thirty: runs that do what `envs.Scripted` does not, and workers that are hard to start."""
+"""Envs for the table of thirty: runs that do what `envs.Scripted` does not, and workers that are hard to start.
 
+Every worker imports this: nothing slow, as `tests.helpers` is, belongs here.
+"""
+
+import asyncio
 import gc
 import os
 import re
@@ -16,7 +20,6 @@ from typing import Any
 from envserver.env import Emit
 from envserver.server import EnvServer
 from tests.envserver.envs import Scripted, gated
-from tests.helpers import until
 
 GROWN: list[bytes] = []
 """What runs have left behind."""
@@ -64,7 +67,8 @@ class Hard(Scripted):
             case "grow":
                 GROWN.append(os.urandom(request["size"]))
             case "wait for":
-                await until(Path(request["path"]).exists)
+                while not Path(request["path"]).exists():  # noqa: ASYNC110, ASYNC240 - made by another process
+                    await asyncio.sleep(0.01)
             case "hold the GIL":
                 hold_the_gil()
             case "spin":

@@ -57,6 +57,27 @@ async def test_a_pool_does_not_shrink_below_its_floor_nor_end_who_is_busy(tmp_pa
             assert (await caller.reply(request_id))["error"] == "cancelled"
 
 
+async def test_load_that_came_while_a_worker_was_on_its_way_out_gets_another_once_it_has_gone(tmp_path: Path) -> None:
+    """Until then there is no place for one, and nobody has to ask for anything more."""
+    gate = tmp_path / "gate"
+    options: dict[str, Any] = {"elastic": True, "multiplex": 4, "module": HARD, "policy": SHRINKING}
+    async with pool_of(2, "hard", **options) as (pool, caller):
+        ids = [await caller.send("run", {"do": "wait for", "path": str(gate)}) for _ in range(4)]
+        await ready(pool, 2)
+        newest = max(pool._dispatcher.ready, key=lambda worker: worker.generation)
+        os.kill(newest.pid, signal.SIGSTOP)  # it takes its time to end
+        gate.touch()
+        for request_id in ids:
+            assert (await caller.reply(request_id))["success"]
+        await until(lambda: pool.states().get("killing") == 1)
+        for _ in range(4):
+            await caller.send("run", {"do": "hold"})
+        await until(lambda: pool.in_flight == 4)
+        assert pool.states() == {"ready": 1, "killing": 1, "in flight": 4}
+        os.kill(newest.pid, signal.SIGCONT)
+        await ready(pool, 2)
+
+
 async def test_an_old_worker_is_replaced_and_ends_what_it_runs(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     policy = dataclasses.replace(QUICK, max_worker_age=0.5)

@@ -8,7 +8,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserver.fingerprint import LOOKED_AT, fingerprint, succeeded
+from envserver.fingerprint import KEYS, LOOKED_AT, fingerprint, succeeded
 from envserver.wire import failure, success
 
 TASK = {"idx": 3, "prompt": "do it", "resources": {"cpu": 2}}
@@ -45,6 +45,38 @@ def test_of_a_large_payload_only_the_beginning_is_looked_at() -> None:
     task = {"idx": 1, "image": b"x" * LOOKED_AT}
     assert of(task_data=task, model="m") == of(task_data=task, model="n")
     assert of(task_data=task, model="m") != of(task_data={**task, "idx": 2}, model="m")
+
+
+@pytest.mark.parametrize("broken", [b"\xc1", b"\x91" * 5_000, b"\xdf"], ids=["garbage", "too deep", "breaks off"])
+def test_what_follows_where_a_map_cannot_be_read_any_further_is_no_less_of_the_task(broken: bytes) -> None:
+    """Else an innocent would be refused for a poison that begins alike."""
+    begins = b"\x84" + msgpack.packb("model") + msgpack.packb("m") + msgpack.packb("do") + msgpack.packb("it")
+    one, other = (begins + msgpack.packb("to") + broken + what for what in (b"\x01", b"\x02"))
+    assert fingerprint(one) == fingerprint(bytes(one)) != fingerprint(other)
+    whole = msgpack.packb({"do": "it"})
+    assert fingerprint(whole + b"\x01") != fingerprint(whole + b"\x02")
+
+
+def test_a_map_of_millions_of_keys_costs_no_more_than_any_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked at would hold the broker up for a minute."""
+    skips = 0
+
+    class Counted(msgpack.Unpacker):
+        def skip(self) -> None:
+            nonlocal skips
+            skips += 1
+            super().skip()
+
+    monkeypatch.setattr(msgpack, "Unpacker", Counted)
+    keys = 1_000_000
+    one, other = (
+        b"\xdf" + keys.to_bytes(4, "big") + b"\x01" * 2 * (keys - 1) + b"\x02" + end for end in (b"\0", b"\1")
+    )
+    assert fingerprint(one) != fingerprint(other)
+    assert not succeeded(one)
+    assert skips == 3 * 2 * KEYS
+    many = {f"key {number}": number for number in range(KEYS - 3)}
+    assert of(**many, model="m", request_id="1") == of(model="n", client="c", **many), "as many are told apart"
 
 
 @given(st.binary(max_size=200))

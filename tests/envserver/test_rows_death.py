@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from envserver.burials import Burials
 from envserver.pool import EnvServerPool
 from envserver.wire import Part
 from envserver.worker import Worker
@@ -66,20 +67,23 @@ async def test_row_04_once_a_death_was_seen_the_dead_worker_is_never_chosen(monk
     """Not even before it is buried, when it has nothing to do and the others have a lot."""
     chosen_dead: list[int] = []
     seen_dead = 0
-    bury = EnvServerPool._bury
+    pools: list[EnvServerPool] = []
+    bury = Burials.exited
 
-    def watched_bury(pool: EnvServerPool, worker: Worker) -> None:
+    def watched_bury(burials: Burials, worker: Worker) -> None:
         nonlocal seen_dead
         seen_dead += 1
+        (pool,) = pools
         worker.requests, requests = {}, worker.requests
         chosen_dead.extend(other.pid for other in pool._dispatcher.ready if other is worker)
         if pool._dispatcher._choose() is worker:
             chosen_dead.append(worker.pid)
         worker.requests = requests
-        bury(pool, worker)
+        bury(burials, worker)
 
-    monkeypatch.setattr(EnvServerPool, "_bury", watched_bury)
+    monkeypatch.setattr(Burials, "exited", watched_bury)
     async with pool_of(3) as (pool, caller):
+        pools.append(pool)
         for deaths in range(1, 4):
             await caller.send("run", {"do": "die"})
             assert "SIGKILL" in (await caller.receive())[2]["error"]

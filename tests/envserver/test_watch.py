@@ -11,25 +11,28 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from types import FunctionType
 
-import psutil
 import pytest
+from typer.testing import CliRunner
 
+from envserver.cli import app
 from envserver.errors import EnvServerError
 from envserver.pool import EnvServerPool
 from envserver.stacks import SWITCH, read_stacks
 from envserver.worker import Worker
 from tests.envserver import hardships
+from tests.envserver.caller import Caller
 from tests.envserver.processes import alive
-from tests.envserver.test_cli import run as command_line
 from tests.envserver.test_pool import QUICK, pool_of, ready
 from tests.helpers import until
 
 HARD = "tests.envserver.hardships"
 
 WATCHFUL = dataclasses.replace(
-    QUICK, probe_interval=0.5, silent_after=1.0, last_choice_after=1.5, kill_stopped_after=1.5, kill_grace=0.2
+    QUICK, probe_interval=0.25, silent_after=0.5, last_choice_after=0.75, kill_stopped_after=0.75, kill_grace=0.2
 )
 """The same rules with shorter times."""
+
+TWICE = 2 * WATCHFUL.kill_stopped_after
 
 
 def silence(pool: EnvServerPool, worker: Worker) -> float:
@@ -75,7 +78,7 @@ async def test_of_workers_that_do_not_answer_only_the_stopped_one_is_killed_and_
         assert f"(pid {stopped.pid})" in error
         assert re.search(r"was killed by SIGKILL \(it had been stopped by a signal for \d+ s\); this request", error)
         assert not alive(stopped.pid)
-        await until(lambda: all(silence(pool, worker) >= 3.0 for worker, _ in runs.values()), timeout=120)
+        await until(lambda: all(silence(pool, worker) >= TWICE for worker, _ in runs.values()), timeout=120)
         await until(lambda: [worker.pid for worker in pool._dispatcher.ready] not in ([], [stopped.pid]), timeout=120)
         assert pool.states() == {"ready": 1, "suspect": 5, "in flight": 5}
         assert all(alive(worker.pid) for worker, _ in runs.values())
@@ -87,12 +90,12 @@ async def test_of_workers_that_do_not_answer_only_the_stopped_one_is_killed_and_
             assert any(line in report for line in lines[what]), report
             assert "orphan.py" not in report
         (report,) = [text for text in said if text.startswith(str(stopped))]
-        assert report.endswith("it is stopped by a signal; 1 requests are on it; it is killed after 1.5 s")
+        assert report.endswith("it is stopped by a signal; 1 requests are on it; it is killed after 0.75 s")
     assert len(said) == 6, "each once"
 
 
 async def test_blocked_workers_are_killed_where_the_policy_says_so_and_busy_ones_are_not() -> None:
-    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=1.0)
+    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=WATCHFUL.silent_after)
     async with pool_of(3, "hard", module=HARD, policy=policy) as (pool, caller):
         blocked = [await caller.send("run", {"do": what}) for what in ("sleep", "deadlock")]
         await caller.send("run", {"do": "spin"})
@@ -103,7 +106,7 @@ async def test_blocked_workers_are_killed_where_the_policy_says_so_and_busy_ones
             assert "was killed by SIGKILL (kill_blocked_after: it had been silent for" in error
             assert "while its processes used no CPU); this request was running there" in error
         await ready(pool, 2)
-        await until(lambda: silence(pool, busy) >= 2.0)
+        await until(lambda: silence(pool, busy) >= 4 * WATCHFUL.silent_after)
         assert alive(busy.pid)
         assert pool.in_flight == 1
 
@@ -127,8 +130,8 @@ async def test_a_silent_worker_is_the_last_to_get_runs_until_it_answers_again(
         blocked.append(await caller.send("run", {"do": "block", "gate": str(gates[1])}))
         await until(lambda: pool.states().get("suspect") == 2)
         blocked.append(await caller.send("run", {}))
-        status, out, _ = await command_line("health", pool.address)
-        assert (status, out) == (0, "ready 0, suspect 2, starting 0, capacity 0\n")
+        said = await asyncio.to_thread(CliRunner().invoke, app, ["health", pool.address])
+        assert (said.exit_code, said.output) == (0, "ready 0, suspect 2, starting 0, capacity 0\n")
         assert len(suspect.requests) == 2, "there is no other"
 
         for gate in gates:
@@ -186,41 +189,47 @@ async def test_a_watch_that_fails_is_the_end_of_the_pool_which_would_only_look_a
 
 
 BROKER = """
-import asyncio, dataclasses
+import asyncio, sys
+from envserver.limits import PoolPolicy
 from envserver.pool import EnvServerPool
-from tests.envserver.test_watch import WATCHFUL, HARD
 
-async def main():
-    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=1.0)
-    async with EnvServerPool(HARD + ":hard", max_workers=2, elastic=False, policy=policy) as pool:
+async def main(env, policy):
+    async with EnvServerPool(env, max_workers=2, elastic=False, policy=policy) as pool:
         while pool.states()["ready"] < 2:
             await asyncio.sleep(0.01)
-        print("up", flush=True)
+        print(pool.address, flush=True)
         await asyncio.to_thread(input)
-        print(pool.states()["ready"], flush=True)
+        print(pool.states(), flush=True)
 
-asyncio.run(main())
+asyncio.run(main(sys.argv[1], eval(sys.argv[2])))
 """
 
 
-async def test_a_broker_that_is_stopped_for_long_kills_nobody_when_it_goes_on() -> None:
-    """Its workers are idle and use no CPU: who takes its lag for their silence finds them blocked."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", BROKER, stdin=PIPE, stdout=PIPE)
+async def test_a_broker_that_is_stopped_for_long_kills_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    """One worker is idle, the other blocked for a moment before and after: who counts what is in between as its silence
+    finds it blocked beyond the limit."""
+    gate = tmp_path / "gate"
+    policy = dataclasses.replace(WATCHFUL, kill_blocked_after=2.0)
+    arguments = ["-c", BROKER, f"{HARD}:hard", repr(policy)]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stdin is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(60):
-            assert await process.stdout.readline() == b"up\n"
-            workers = psutil.Process(process.pid).children()
-            assert len(workers) == 2
-            for _ in range(2):
+            with Caller((await process.stdout.readline()).decode().strip()) as caller:
+                blocked = await caller.send("run", {"do": "block", "gate": str(gate)})
+                while b"has not answered" not in await process.stderr.readline():
+                    pass
                 process.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(1.6)  # it is away for longer than each of its limits
+                await asyncio.sleep(2.1)  # the broker is away for longer than the limit
                 process.send_signal(signal.SIGCONT)
-                await asyncio.sleep(0.3)
-            process.stdin.write(b"\n")
-            assert await process.stdout.readline() == b"2\n"
-            await process.wait()
+                await asyncio.sleep(0.4)
+                gate.touch()
+                assert (await caller.reply(blocked))["success"]
+                process.stdin.write(b"\n")
+                assert b"'ready': 2," in await process.stdout.readline()
+                await process.wait()
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGCONT)

@@ -1,19 +1,25 @@
 """What is told by its bytes alone is what reading it whole would have told."""
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from interception.dialects import CHAT, MESSAGES, Dialect
+from interception import RolloutSession, ServingPolicy, Upstream
+from interception.answer import AnswerReader
+from interception.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase, Stream
 from interception.growth import Growth, Request
 from interception.inbound import written
-from interception.sse import Json, SseEvent, sse
-from interception.trace import Trace
+from interception.sse import Json, SseEvent, SseParser, sse
+from interception.trace import Attempt, Trace
+from interception.turn import Call, Exchange
 
 SEPARATORS = [(",", ":"), (", ", ": ")]
 
@@ -192,3 +198,179 @@ class TestRepeatingStreams:
         read(whole, raws, shortcut=False)
         assert (stream.phase, stream.events, stream.error()) == (whole.phase, whole.events, whole.error())
         assert stream.response() == whole.response()
+
+    @pytest.mark.parametrize("dialect_and_event", [(CHAT, chat), (MESSAGES, messages)], ids=["chat", "messages"])
+    def test_half_a_surrogate_pair_is_a_text_like_others(self, dialect_and_event: tuple[Dialect, Any]) -> None:
+        dialect, event = dialect_and_event
+        stream, whole = dialect.stream(), dialect.stream()
+        raws = [event("?").replace(b"?", text) for text in (b"\\ud83d", b"\\ude00", b"x", b"\\ud83d", b"y")]
+        read(stream, raws, shortcut=True)
+        read(whole, raws, shortcut=False)
+        assert stream.response() == whole.response()
+        assert json.dumps("\ud83d\ude00x\ud83dy") in json.dumps(stream.response())
+
+
+# -- whole streams, as readers and the record have them ------------------------------------------------
+
+
+def chunk(delta: Json, index: int = 0, finish: str | None = None, **fields: Any) -> Json:
+    return {"id": "c", "choices": [{"index": index, "delta": delta, "finish_reason": finish}], **fields}
+
+
+def block(kind: str, name: str, value: object, index: int = 0) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: value}}
+
+
+TEXT = st.one_of(
+    st.text(max_size=6),
+    st.sampled_from(["a", "\\", '"', '\\"', "\n", "?!", '","', "\ud83d", "\ude00", "é☃", "\u2028\x85", "\x7f"]),
+    st.sampled_from(['data: {"id":"c","choices":[{"index":0,"delta":{"content":"', '"},"finish_reason":null}]}', "}"]),
+)
+CHUNKS: list[Callable[[str], Json]] = [
+    lambda text: chunk({"content": text}),
+    lambda text: chunk({"content": text}, 1),
+    lambda text: chunk({"role": "assistant", "content": text}),
+    lambda text: chunk({"reasoning_content": text, "content": None}),
+    lambda text: chunk({"content": text, "refusal": text}),
+    lambda text: chunk({"content": text}, obfuscation="x"),
+    lambda text: chunk({"content": "x"}, obfuscation=text),
+    lambda text: chunk({"content": text}, usage={"prompt_tokens": 1, "completion_tokens": len(text)}),
+    lambda text: chunk({"content": text}, usage={"prompt_tokens": 1}, service_tier=None),
+    lambda text: {"choices": [{"index": True, "delta": {"content": text}}]},
+    lambda text: {"choices": [{"delta": {"content": text, "tool_calls": []}, "logprobs": None, "token_ids": None}]},
+    lambda text: chunk({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": text}}]}),
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": [text]}}]},
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text, "x": {"content": text}}}]},
+    lambda text: {"choices": [{"index": 0, "delta": {"content": text}}, {"index": 1, "delta": {"content": text}}]},
+    lambda text: {"content": text, "choices": [{"index": 0, "delta": {"content": text}}]},
+    lambda text: {"choices": [{"index": 0, "message": {"content": text}}]},
+]
+CHUNKS_ONCE: list[Json] = [
+    chunk({}),
+    chunk({"content": ["x"]}),
+    chunk({"content": None}),
+    chunk({}, 0, "stop"),
+    chunk({"content": "end"}, 1, "length"),
+    {"choices": [], "usage": {"prompt_tokens": 1}},
+    {"error": {"message": "no", "code": 429}},
+    {"choices": None},
+]
+BLOCKS: list[Callable[[str], Json]] = [
+    lambda text: block("text_delta", "text", text),
+    lambda text: block("text_delta", "text", text, 1),
+    lambda text: block("thinking_delta", "thinking", text),
+    lambda text: block("text_delta", "thinking", text),
+    lambda text: block("input_json_delta", "partial_json", text),
+    lambda text: block("signature_delta", "signature", text),
+]
+BLOCKS_ONCE: list[Json] = [
+    {"type": "message_start", "message": {"id": "m", "content": [], "usage": {"input_tokens": 1}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ["x"]}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "ping"},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+    {"type": "message_stop"},
+    {"type": "error", "error": {"type": "overloaded_error", "message": "no"}},
+]
+PARTS: list[Callable[[str], Json]] = [
+    lambda text: {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": text},
+    lambda text: {"type": "response.output_text.delta", "output_index": 1, "delta": text, "obfuscation": "x"},
+]
+PARTS_ONCE: list[Json] = [
+    {"type": "response.created", "response": {"id": "r", "output": []}},
+    {"type": "response.completed", "response": {"id": "r", "status": "completed", "output": []}},
+    {"type": "response.failed", "response": {"error": {"message": "no"}}},
+]
+
+
+def as_event(payload: Json, style: int) -> bytes:
+    """An event as one of many servers would write it."""
+    separators = SEPARATORS[style & 1]
+    data = json.dumps(payload, separators=separators, ensure_ascii=bool(style & 2)).encode(errors="replace")
+    name = f"event: {payload['type']}\n".encode() if "type" in payload and not style & 4 else b""
+    field = b"data:" if style & 8 else b"data: "
+    lines = data.replace(b",", b",\n" + field, 1) if style & 48 == 16 else data
+    end = b"\r\n" if style & 48 == 32 else b"\r" if style & 240 == 240 else b"\n"
+    comment = b": k\n" if style & 192 == 64 else b""
+    return (comment + name + field + lines + b"\n\n").replace(b"\n", end)
+
+
+KINDS = [(CHAT, CHUNKS, CHUNKS_ONCE), (MESSAGES, BLOCKS, BLOCKS_ONCE), (RESPONSES, PARTS, PARTS_ONCE)]
+ODD = [b": k\n\n", b"\n", b"id: 1\n\n", b"data: [DONE]\n\n", b"data\n\n", b"data: \xff\n\n", b"data: {"]
+
+
+@st.composite
+def written_streams(draw: st.DrawFn) -> tuple[Dialect, bytes]:
+    """Stretches of events that differ in their text alone, and others between them."""
+    dialect, repeated, once = draw(st.sampled_from([KINDS[0], *KINDS]))
+    events: list[bytes] = []
+    for _ in range(draw(st.integers(1, 4))):
+        style = draw(st.sampled_from([0, 0, 2, None]))
+        style = draw(st.integers(0, 255)) if style is None else style
+        make = draw(st.sampled_from([repeated[0], *repeated]))
+        events += [as_event(make(text), style) for text in draw(st.lists(TEXT, max_size=5))]
+        if draw(st.booleans()):
+            events.append(as_event(draw(st.sampled_from(once)), style))
+        if not draw(st.integers(0, 4)):
+            events.append(draw(st.sampled_from(ODD)))
+    end = draw(st.sampled_from([b"", b"data: [DONE]\n\n"]))
+    return dialect, b"".join([*events, end])
+
+
+class Pieces:
+    """An upstream's answer that comes in pieces."""
+
+    status = 200
+    headers: Mapping[str, str] = MappingProxyType({"Content-Type": "text/event-stream"})
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = [*filter(None, pieces)]
+        self.content: Any = self
+
+    async def readany(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+    def at_eof(self) -> bool:
+        return not self._pieces
+
+    async def read(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+async def told_and_recorded(dialect: Dialect, pieces: list[bytes], *, n: int, withhold: bool) -> Any:
+    """What a reader of the stream gets, and what the trace has."""
+    session = RolloutSession(Upstream(base_url="http://127.0.0.1:1/v1"))
+    trace = Trace("t")
+    turn = trace.begin(dialect=dialect.name, request={}, messages_field="messages", streamed=True)
+    call = Call(dialect, turn, "/", b"", {"n": n}, b"", {}, True, withhold)
+    attempt = Attempt("a")
+    turn.attempts.append(attempt)
+
+    async def work(exchange: Exchange) -> None:
+        await AnswerReader(session, call, exchange, ServingPolicy(hold=30)).read(Pieces(pieces))
+
+    call.exchange = exchange = Exchange(attempt, work)
+    await exchange.wait(lambda: exchange.ended)
+    failure = exchange.failure and (exchange.failure.status, exchange.failure.message, exchange.failure.relayed)
+    again = Trace.from_jsonl(trace.to_jsonl()).turns[0]
+    assert again == turn
+    record = (json.dumps(again.response), again.usage, again.finish_reason, again.raw, again.complete)
+    return exchange.body, exchange.terminal is not None, failure, record
+
+
+@settings(max_examples=150, deadline=None)
+@given(written_streams(), st.lists(st.integers(0, 900), max_size=6), st.sampled_from([1, 1, 2]), st.booleans())
+def test_a_stream_is_told_and_recorded_as_one_that_is_read_event_by_event(
+    stream: tuple[Dialect, bytes], cuts: list[int], n: int, withhold: bool
+) -> None:
+    dialect, raw = stream
+    at = [0, *sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)]
+    pieces = [raw[start:end] for start, end in pairwise(at)]
+    fast = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
+    with pytest.MonkeyPatch.context() as naive:
+        naive.setattr(Stream, "repeats", lambda self, events: 0)
+        naive.setattr(SseParser, "_plain", lambda self, chunk: False)
+        slow = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
+    assert fast == slow
+    assert fast[2] is None or fast[2][1] != "the interception server failed; see its log"
