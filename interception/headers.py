@@ -1,5 +1,6 @@
 """Which headers cross the server, and which end at it."""
 
+import re
 from collections.abc import Mapping
 
 from multidict import CIMultiDict
@@ -24,6 +25,9 @@ AUTH = frozenset({"authorization", "x-api-key", "api-key"})
 # Digests of a body that may be sent differently, and keys that are ours to honour.
 OURS = frozenset({"digest", "content-digest", "repr-digest", "content-md5", "idempotency-key"})
 
+
+UNFIT = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What an upstream may write into a header's value as aiohttp reads it, and must not as aiohttp writes it."""
 
 NOT_TO_UPSTREAM = HOP_BY_HOP | FRAMING | AUTH | OURS
 NOT_TO_CLIENT = HOP_BY_HOP | {"content-length", "content-encoding", "x-vf-call-id"}
@@ -55,7 +59,11 @@ def to_upstream(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""
-    return _crossing(headers, NOT_TO_CLIENT)
+    crossing = _crossing(headers, NOT_TO_CLIENT)
+    for name, value in list(crossing.items()):
+        if not value.isprintable() and (fit := UNFIT.sub("", value)) != value:
+            crossing[name] = fit
+    return crossing
 
 
 def secret_of(headers: Mapping[str, str]) -> str:

@@ -138,5 +138,7 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
     if isinstance(error, aiohttp.ClientResponseError):  # it would quote what came
         return Failure(502, f"the upstream {where} sent no valid HTTP answer")
+    if isinstance(error, aiohttp.ServerDisconnectedError):  # its own text may be all of a head that came by halves
+        return Failure(503, f"the upstream {where} closed the connection before it had answered")
     reason = upstream.redacted(str(error)) or type(error).__name__
     return Failure(503, f"the upstream {where} closed the connection: {reason}")

@@ -338,6 +338,24 @@ class TestHeaders:
             assert refused.value.status == 400
         assert not peer.accepted
 
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    async def test_an_upstreams_that_no_header_may_have_go_on_without(self, stream: bool) -> None:
+        kind = b"Content-Type: " + (b"text/event-stream" if stream else b"application/json")
+        body = WIRE.stream() if stream else WIRE.body()
+        async with (
+            Peer(with_length(body, kind, b"X-A: a\x01\x7fb\tc")).serving() as url,
+            rollout(base_url=url) as running,
+        ):
+            answer = await running.call(WIRE, WIRE.request(stream=stream))
+            assert (answer.status, answer.headers["X-A"]) == (200, "ab\tc")
+
+    async def test_half_a_head_is_not_quoted(self) -> None:
+        peer = Peer(b"HTTP/1.1 200 OK\r\nX-Secret: tell-nobody\r\nX-", then_closes=True)
+        async with peer.serving() as url, rollout(base_url=url) as running:
+            answer = await running.call(WIRE, WIRE.request())
+            assert answer.status == 503
+            assert "tell-nobody" not in str(answer.json)
+
 
 class TestAnotherAiohttp:
     """Its undocumented parts are others: turns go by its client, and it is said once."""
