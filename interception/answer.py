@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -114,7 +114,9 @@ class AnswerReader:
                 chunk = await self._next(response, self._policy.hold if phase is Phase.CLOSING else None)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            async for events in _batches(parser, chunk):
+            for number, events in enumerate(_batches(parser, chunk)):
+                if number:
+                    await asyncio.sleep(0)
                 at = 0
                 while at < len(events) and stream.phase is not Phase.FAILED:
                     if phase is Phase.OPEN and (repeated := stream.repeats(events[at:])):
@@ -170,16 +172,11 @@ class AnswerReader:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
             while chunk := await response.content.readany():
-                self._exchange.release(
-                    b"".join(
-                        [
-                            event.raw
-                            async for events in _batches(parser, chunk)
-                            for event in events
-                            if not (self._call.withhold_usage and usage_chunk(event))
-                        ]
-                    )
-                )
+                shown: list[bytes] = []
+                for events in _batches(parser, chunk):
+                    shown += [e.raw for e in events if not (self._call.withhold_usage and usage_chunk(e))]
+                    await asyncio.sleep(0)
+                self._exchange.release(b"".join(shown))
         except (TimeoutError, aiohttp.ClientError, OSError):
             pass  # the answer was whole
 
@@ -235,18 +232,15 @@ class AnswerReader:
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
 
 
-async def _batches(parser: SseParser, chunk: bytes) -> AsyncIterator[list[SseEvent]]:
-    """The events that `chunk` completes, others running in between; for an empty one what the stream ended with."""
+def _batches(parser: SseParser, chunk: bytes) -> Iterator[list[SseEvent]]:
+    """The events that `chunk` completes, no more at a time than may be read without letting others run; for an empty
+    one what the stream ended with."""
     if not chunk:
         yield list(_rest_of(parser))
         return
     for start in range(0, len(chunk), SLICE):
-        if start:
-            await asyncio.sleep(0)
         events = parser.feed(chunk[start : start + SLICE])
         for first in range(0, len(events), BATCH):
-            if first:
-                await asyncio.sleep(0)
             yield events[first : first + BATCH]
 
 

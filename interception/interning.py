@@ -45,7 +45,7 @@ NUL_KEY = b'{"\\u0000'
 ESCAPED_NUL_KEY = b'{"\\u0000\\u0000'
 
 SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 
 class Runs(NamedTuple):
