@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -40,9 +40,17 @@ class Figure:
         return cls(measure, case, subject, median(values), unit, min(values), max(values))
 
 
-def parse(description: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options every benchmark takes: `quick` (fewer rounds, never fewer rows) and `json` (a path or None)."""
+def parse(
+    description: str,
+    arguments: Sequence[str] | None = None,
+    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """The options every benchmark takes: `quick` (fewer rounds, never fewer rows) and `json` (a path or None).
+
+    `add` adds those of its own.
+    """
     parser = argparse.ArgumentParser(description=description)
+    add(parser)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, never fewer rows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     return parser.parse_args(arguments)

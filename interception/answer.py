@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -22,10 +21,25 @@ logger = logging.getLogger("interception")
 SLICE = 64 * 1024
 """Bytes of a stream that are read without letting others run: a small gzip can be a hundred thousand events."""
 
+BATCH = 256
+"""Events that are looked at without letting others run."""
+
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 EXCERPT = 500
 """Characters of an upstream's error page that are quoted."""
+
+
+class UpstreamAnswer(Protocol):
+    """What is asked of an answer: aiohttp's `ClientResponse` is one, and what `interception.wire` reads."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content(self) -> aiohttp.StreamReader: ...
+    async def read(self) -> bytes: ...
 
 
 class AnswerReader:
@@ -37,7 +51,7 @@ class AnswerReader:
         self._exchange = exchange
         self._policy = policy
 
-    async def read(self, response: aiohttp.ClientResponse) -> None:
+    async def read(self, response: UpstreamAnswer) -> None:
         """The whole answer. Raises `Failure` for one that is no success, or not whole."""
         if response.status >= 300:
             try:
@@ -52,7 +66,7 @@ class AnswerReader:
 
     # -- not streamed --------------------------------------------------------------------------
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, response: UpstreamAnswer) -> None:
         exchange = self._exchange
         exchange.attempt.status = response.status
         exchange.attempt.first_byte = time.time()
@@ -78,7 +92,7 @@ class AnswerReader:
 
     # -- streamed ------------------------------------------------------------------------------
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, response: UpstreamAnswer) -> None:
         call, exchange = self._call, self._exchange
         stream = call.new_stream()
         parser = SseParser()
@@ -97,17 +111,27 @@ class AnswerReader:
         broken: Exception | None = None
         while phase in (Phase.OPEN, Phase.CLOSING):
             try:
-                async with asyncio.timeout(self._policy.hold if phase is Phase.CLOSING else None):
-                    chunk = await response.content.readany()
+                chunk = await self._next(response, self._policy.hold if phase is Phase.CLOSING else None)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            async for event in _events(parser, chunk):
-                phase = stream.feed(event)
-                # Comments and the like are no beginning: what follows them may still be an error with a status.
-                begun = begun or (phase is Phase.OPEN and event.data is not None)
-                if not (call.withhold_usage and stream.usage_chunk(event)):
-                    (free if phase is Phase.OPEN else held).append(event.raw)
-                if phase is Phase.FAILED:
+            for number, events in enumerate(_batches(parser, chunk)):
+                if number:
+                    await asyncio.sleep(0)
+                at = 0
+                while at < len(events) and stream.phase is not Phase.FAILED:
+                    if phase is Phase.OPEN and (repeated := stream.repeats(events[at:])):
+                        begun = True
+                        free += [event.raw for event in events[at : at + repeated]]
+                        at += repeated
+                        continue
+                    event = events[at]
+                    at += 1
+                    phase = stream.feed(event)
+                    # Comments and the like are no beginning: what follows them may still be an error with a status.
+                    begun = begun or (phase is Phase.OPEN and event.data is not None)
+                    if not (call.withhold_usage and stream.usage_chunk(event)):
+                        (free if phase is Phase.OPEN else held).append(event.raw)
+                if stream.phase is Phase.FAILED:
                     break
             if begun and not hooked:
                 exchange.release(b"".join(free))
@@ -138,21 +162,21 @@ class AnswerReader:
         if phase is Phase.CLOSING and changed is None and not response.content.at_eof():
             await self._rest(response, parser, stream.usage_chunk)
 
-    async def _rest(
-        self, response: aiohttp.ClientResponse, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]
-    ) -> None:
+    async def _next(self, response: UpstreamAnswer, timeout: float | None) -> bytes:
+        if timeout is None:
+            return await response.content.readany()
+        async with asyncio.timeout(timeout):
+            return await response.content.readany()
+
+    async def _rest(self, response: UpstreamAnswer, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]) -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
             while chunk := await response.content.readany():
-                self._exchange.release(
-                    b"".join(
-                        [
-                            event.raw
-                            async for event in _events(parser, chunk)
-                            if not (self._call.withhold_usage and usage_chunk(event))
-                        ]
-                    )
-                )
+                shown: list[bytes] = []
+                for events in _batches(parser, chunk):
+                    shown += [e.raw for e in events if not (self._call.withhold_usage and usage_chunk(e))]
+                    await asyncio.sleep(0)
+                self._exchange.release(b"".join(shown))
         except (TimeoutError, aiohttp.ClientError, OSError):
             pass  # the answer was whole
 
@@ -208,19 +232,16 @@ class AnswerReader:
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
 
 
-async def _events(parser: SseParser, chunk: bytes) -> AsyncIterator[SseEvent]:
-    """The events that `chunk` completes, others running in between; for an empty one what the stream ended with."""
+def _batches(parser: SseParser, chunk: bytes) -> Iterator[list[SseEvent]]:
+    """The events that `chunk` completes, no more at a time than may be read without letting others run; for an empty
+    one what the stream ended with."""
     if not chunk:
-        for event in _rest_of(parser):
-            yield event
+        yield list(_rest_of(parser))
         return
     for start in range(0, len(chunk), SLICE):
-        if start:
-            await asyncio.sleep(0)
-        for number, event in enumerate(parser.feed(chunk[start : start + SLICE]), 1):
-            if number % 256 == 0:
-                await asyncio.sleep(0)
-            yield event
+        events = parser.feed(chunk[start : start + SLICE])
+        for first in range(0, len(events), BATCH):
+            yield events[first : first + BATCH]
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
@@ -230,7 +251,7 @@ def _rest_of(parser: SseParser) -> Iterator[SseEvent]:
             yield event
         elif event.json is not None or (event.data or "").strip() == "[DONE]":
             # It lacks only its blank line, without which SDKs drop it.
-            yield replace(event, raw=event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
+            yield SseEvent(event.raw + (b"\n" if event.raw.endswith(b"\n") else b"\n\n"))
 
 
 def parsed(body: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import asdict
 from enum import StrEnum
@@ -23,7 +22,8 @@ from rich.text import Text
 from interception.base import Slot
 from interception.session import RolloutSession, Upstream
 from interception.settings import PREFIX, TUNNELS, Settings, SettingsError
-from interception.trace import Trace, Turn
+from interception.trace import Trace
+from interception.words import Told, block, finding_text, first_cause, reason, say, turn_line
 from tunnel import Tunnel, TunnelConfig, TunnelError
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def _common(
     }
     variables = [option.envvar for table in options.values() for option in table.values()]
     for line in settings.strays([f"{PREFIX}CONFIG", *variables]):
-        _say(line)
+        say(line)
 
 
 def _variable(command: str, option: str) -> str:
@@ -161,7 +161,7 @@ def demo(
     except (RuntimeError, ExceptionGroup) as error:
         if isinstance(error, ExceptionGroup) and error.split(RuntimeError)[1] is not None:
             raise
-        typer.echo(f"FAILED: {_first_cause(error)}", err=True)  # one of the demo's own processes has ended
+        typer.echo(f"FAILED: {first_cause(error)}", err=True)  # one of the demo's own processes has ended
         raise typer.Exit(1) from None
     console.print(summary(result))
     for failure in result.failures:
@@ -208,16 +208,16 @@ def tunnel_(
     if config is None:
         raise typer.BadParameter(f"write {TUNNELS}", param_hint="--type")
     logger = logging.getLogger("tunnel")
-    logger.addHandler(_Told())
+    logger.addHandler(Told())
     logger.setLevel(logging.INFO)
 
     def on_url(url: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(url, flush=True)
-        _say(f"{url} leads to 127.0.0.1:{port}; Ctrl-C ends it")
+        say(f"{url} leads to 127.0.0.1:{port}; Ctrl-C ends it")
 
     with _metrics_page(metrics_port) as show:
-        run_until_interrupted(expose(config, port, health=health, on_url=on_url, say=_say, on_tunnel=show))
+        run_until_interrupted(expose(config, port, health=health, on_url=on_url, say=say, on_tunnel=show))
 
 
 @app.command(epilog="Example: interception doctor --tunnel ssh://me@relay.example --json")
@@ -245,7 +245,7 @@ def doctor(
 
     def tell(finding: Finding) -> None:
         if not as_json:
-            console.print(_finding(finding))
+            console.print(finding_text(finding))
 
     findings = run_until_interrupted(examine(config, tell))
     good = works(findings)
@@ -258,30 +258,6 @@ def doctor(
         verdict = "works" if good else f"would not work: {failed} check{'s' * (failed > 1)} failed"
         console.print(Text(f"{what} {verdict}.", style="bold green" if good else "bold red"))
     raise typer.Exit(0 if good else 1)
-
-
-FINDINGS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
-
-
-def _finding(finding: Any) -> Text:
-    def indented(text: str) -> str:
-        return _block(text).replace("\n", f"\n{'':18}")
-
-    text = Text(f"{finding.status:<5}", style=FINDINGS[finding.status])
-    text.append(f"{finding.check:<12} ", style="bold").append(indented(finding.detail), style="default")
-    if finding.remedy is not None:
-        text.append(f"\n{'':18}→ {indented(finding.remedy)}", style="cyan")
-    return text
-
-
-class _Told(logging.Handler):
-    """Log lines on stderr, as the commands say things."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        first, *quoted = record.getMessage().split("\n")
-        _say(f"{time.strftime('%H:%M:%S')} {first}")
-        for line in quoted:
-            _say(line)
 
 
 @app.command(
@@ -357,12 +333,12 @@ def run(
         except OSError as error:
             raise typer.BadParameter(f"{trace} cannot be written: {error.strerror}", param_hint="--trace") from None
     if target is None:
-        _say("no --upstream given: the program talks to an echo model")
+        say("no --upstream given: the program talks to an echo model")
     sessions: list[RolloutSession] = []
 
     def ready(slot: Slot, session: RolloutSession) -> None:
         sessions.append(session)
-        _say(f"model calls are caught at {slot.base_url}")
+        say(f"model calls are caught at {slot.base_url}")
 
     try:
         with _metrics_page(metrics_port) as show:
@@ -373,13 +349,13 @@ def run(
                     model=model,
                     tunnel=through,
                     hidden=[api_key_env],
-                    on_turn=lambda turn: _say(_turn_line(turn)),
+                    on_turn=lambda turn: say(turn_line(turn)),
                     on_ready=ready,
                     on_server=show,
                 )
             )
     except CannotRunError as error:
-        _say(str(error))
+        say(str(error))
         raise typer.Exit(error.status) from None
     finally:
         # Also when the tunnel was lost, or we were told to end: what was recorded is kept.
@@ -387,7 +363,7 @@ def run(
             _write(sessions[0].trace, trace)
     for session in sessions:
         for finding in session.findings:
-            _say(finding)
+            say(finding)
         if status == 0 and not session.calls_seen:
             status = NO_CALLS
     raise typer.Exit(status)
@@ -414,23 +390,8 @@ def _metrics_page(port: int | None) -> Iterator[Callable[[Any], object]]:
             url = tunnels.serve_page(stack, port)
         except OSError as error:
             raise typer.BadParameter(f"port {port} cannot be had: {error}", param_hint="--metrics-port") from None
-        _say(f"metrics are on {url}")
+        say(f"metrics are on {url}")
         yield show
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a reader of ours that left is no reason not to run the program
-        typer.echo(f"interception: {_printable(line)}", err=True)
-
-
-def _printable(line: str) -> str:
-    """Names and errors come from programs and upstreams: nothing in them may speak to the terminal."""
-    return "".join(mark if mark.isprintable() else "?" for mark in line)
-
-
-def _block(text: str) -> str:
-    """The same for text of several lines: errors quote what a tunnel program has printed."""
-    return "\n".join(_printable(line) for line in text.split("\n"))
 
 
 def _upstream(url: str | None, key_variable: str) -> Upstream | None:
@@ -442,7 +403,7 @@ def _upstream(url: str | None, key_variable: str) -> Upstream | None:
     try:
         return Upstream(base_url=url, api_key=SecretStr(key) if key else None)
     except ValidationError as error:
-        raise typer.BadParameter(_reason(error), param_hint="--upstream") from None
+        raise typer.BadParameter(reason(error), param_hint="--upstream") from None
 
 
 def _tunnel(context: typer.Context, name: str, assignments: Iterable[str] | None, *, hint: str) -> TunnelConfig | None:
@@ -453,30 +414,13 @@ def _tunnel(context: typer.Context, name: str, assignments: Iterable[str] | None
         raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
-def _reason(error: ValidationError) -> str:
-    return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
-
-
-def _turn_line(turn: Turn) -> str:
-    attempt = turn.attempts[-1]
-    tokens = "? tokens"
-    if turn.usage is not None:
-        counts = ("?" if count is None else str(count) for count in (turn.usage.input_tokens, turn.usage.output_tokens))
-        tokens = "{} tokens in, {} out".format(*counts)
-    took = f"{(attempt.ended or 0) - (attempt.started or 0):.2f} s"
-    line = f"{turn.dialect}, {turn.request.get('model', '?')}: status {attempt.status or '-'}, {tokens}, {took}"
-    if len(turn.attempts) > 1:
-        line += f", attempt {len(turn.attempts)}"
-    return line + (f", {attempt.error}" if attempt.error else "")
-
-
 def _write(record: Trace, file: Path) -> None:
     try:
         file.write_text(record.to_jsonl(), encoding="utf-8")
     except OSError as error:
-        _say(f"the trace could not be written to {file}: {error.strerror}")
+        say(f"the trace could not be written to {file}: {error.strerror}")
     else:
-        _say(f"{len(record.turns)} turns written to {file}")
+        say(f"{len(record.turns)} turns written to {file}")
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
@@ -506,13 +450,6 @@ def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         raise SystemExit(128 + received[0] if received else 1) from None
 
 
-def _first_cause(error: BaseException) -> str:
-    """The first thing that went wrong, out of groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)
-
-
 def main() -> None:
     """The entry point: no traceback for a foreseeable fault."""
     try:
@@ -520,8 +457,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except TunnelError as error:
-        typer.echo(f"error: {_block(str(error))}", err=True)
+        typer.echo(f"error: {block(str(error))}", err=True)
         sys.exit(1)
     except SettingsError as error:
-        typer.echo(f"error: {_block(str(error))}", err=True)
+        typer.echo(f"error: {block(str(error))}", err=True)
         sys.exit(2)

@@ -1,6 +1,9 @@
 """Which headers cross the server, and which end at it."""
 
+import re
 from collections.abc import Mapping
+
+from multidict import CIMultiDict
 
 HOP_BY_HOP = frozenset(
     {
@@ -23,26 +26,44 @@ AUTH = frozenset({"authorization", "x-api-key", "api-key"})
 OURS = frozenset({"digest", "content-digest", "repr-digest", "content-md5", "idempotency-key"})
 
 
-def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:
-    items = [(name, name.lower(), value) for name, value in headers.items()]
-    named = {word.strip().lower() for _, name, value in items if name == "connection" for word in value.split(",")}
-    crossing: dict[str, tuple[str, str]] = {}
-    for name, lowered, value in items:
-        if lowered not in dropped and lowered not in named and not lowered.startswith("x-forwarded-"):
+UNFIT = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What an upstream may write into a header's value as aiohttp reads it, and must not as aiohttp writes it."""
+
+NOT_TO_UPSTREAM = HOP_BY_HOP | FRAMING | AUTH | OURS
+NOT_TO_CLIENT = HOP_BY_HOP | {"content-length", "content-encoding", "x-vf-call-id"}
+
+
+def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    crossing: CIMultiDict[str] = CIMultiDict()
+    named = ""
+    for name, value in headers.items():
+        lowered = name.lower()
+        if lowered == "connection":
+            named += f",{value}"
+        elif lowered in dropped or lowered.startswith("x-forwarded-"):
+            continue
+        elif name in crossing and lowered != "set-cookie":
             # One that is repeated says the same as a list (of cookies, which have no lists, the last one stays).
-            known = crossing.get(lowered) if lowered != "set-cookie" else None
-            crossing[lowered] = (name, value) if known is None else (known[0], f"{known[1]}, {value}")
-    return dict(crossing.values())
+            crossing[name] = f"{crossing[name]}, {value}"
+        else:
+            crossing[name] = value
+    for word in named.split(","):
+        crossing.pop(word.strip(), None)
+    return crossing
 
 
-def to_upstream(headers: Mapping[str, str]) -> dict[str, str]:
+def to_upstream(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """A harness's headers as they are forwarded: feature headers go through, ours and the hop's own do not."""
-    return _crossing(headers, HOP_BY_HOP | FRAMING | AUTH | OURS)
+    return _crossing(headers, NOT_TO_UPSTREAM)
 
 
-def to_client(headers: Mapping[str, str]) -> dict[str, str]:
+def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""
-    return _crossing(headers, HOP_BY_HOP | frozenset({"content-length", "content-encoding", "x-vf-call-id"}))
+    crossing = _crossing(headers, NOT_TO_CLIENT)
+    for name, value in list(crossing.items()):
+        if not value.isprintable() and (fit := UNFIT.sub("", value)) != value:
+            crossing[name] = fit
+    return crossing
 
 
 def secret_of(headers: Mapping[str, str]) -> str:

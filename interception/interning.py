@@ -19,7 +19,7 @@ Entries are bytes in flat containers: nothing here is work for the garbage colle
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -32,6 +32,10 @@ INLINE = 64
 MIN_RUN, MAX_RUN, TOP_RUN = 2, 32, 8
 """References in one run of a list, at least (so that levels shrink) and at most, and in the list's own entry."""
 
+ROOMY = 64 * 1024
+"""Bytes below which it matters that a text of orjson's takes 4 kB more than its length for as long as it is kept
+(3.13, measured: it writes into a buffer, whose end is not given back)."""
+
 MARK = b'{"\\u0000":['
 END = b"]}"
 MESSAGES = MARK + END
@@ -41,7 +45,31 @@ NUL_KEY = b'{"\\u0000'
 ESCAPED_NUL_KEY = b'{"\\u0000\\u0000'
 
 SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+
+
+class Runs(NamedTuple):
+    """The first runs of a list."""
+
+    entries: Sequence[int]
+    covered: int
+    """Items of the list that are in them."""
+
+
+NO_RUNS = Runs((), 0)
+
+
+class Stored(NamedTuple):
+    """The entries of a request."""
+
+    request: int
+    """Of all but its messages."""
+    messages: int | None
+    """None: it has no list of them."""
+    items: list[int]
+    """Of each message."""
+    known: Runs
+    """Those of the messages' runs that are there whatever comes after the last message but one."""
 
 
 class Bodies:
@@ -61,32 +89,43 @@ class Bodies:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def put_request(self, request: dict[str, Any], messages_field: str) -> tuple[int, int | None]:
-        """The entries of a request without its messages, and of the messages (None: it has no list of them)."""
+    def put_request(self, request: dict[str, Any], messages_field: str) -> Stored:
+        """The entries of a request."""
         messages: int | None = None
+        items: list[int] = []
+        known = NO_RUNS
         fields: list[bytes] = []
         for name, value in request.items():
             key = self._dump(name)
             if not fields and key.startswith(NUL_KEY[1:]):
                 key = ESCAPED_NUL_KEY[1:] + key[len(NUL_KEY) - 1 :]
             if _is_sequence(value):
-                text = self._sequence([self.put(item) for item in value])
+                numbers = [self.put(item) for item in value]
                 if name == messages_field:
-                    messages = self._put(text)
+                    text, known = self._list(numbers, NO_RUNS)
+                    messages, items = self._put(text), numbers
                     text = MESSAGES
+                else:
+                    text = self._sequence(numbers)
                 text = b"[" + text + b"]"
             else:
                 text = self._dump(value)
                 text = _refer([self._put_text(text)]) if len(text) > INLINE else _escape(text)
             fields.append(key + b":" + text)
-        return self._put(b"{" + b",".join(fields) + b"}"), messages
+        return Stored(self._put(b"{" + b",".join(fields) + b"}"), messages, items, known)
+
+    def extend(self, stored: Stored, added: Sequence[Any]) -> Stored:
+        """The entries of a request that has further messages at its end."""
+        items = [*stored.items, *[self.put(item) for item in added]]
+        text, known = self._list(items, stored.known)
+        return Stored(stored.request, self._put(text), items, known)
 
     def put(self, value: Any) -> int:
         """The entry of a value. ValueError: it is nested too deeply; TypeError: it is not JSON."""
         text = self._dump(value)
         # The common case first and by itself: an agent's history is mostly short messages that are known.
         if len(text) < LONG and NUL_KEY not in text:
-            return self._put(text)
+            return self._put(text, dumped=True)
         return self._put_text(text)
 
     def restore(self, number: int, kept: Any) -> None:
@@ -98,7 +137,7 @@ class Bodies:
                 raise ValueError(f"entry {number} refers to what is no earlier entry: {references[:40]!r}")
         if number != len(self):
             raise ValueError(f"entry {number} is out of order: {len(self)} is next")
-        self._append(text)
+        self._append(_fitted(text))
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -133,9 +172,12 @@ class Bodies:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _put(self, text: bytes) -> int:
+    def _put(self, text: bytes, *, dumped: bool = False) -> int:
+        """`dumped`: as orjson made it."""
         number = self._numbers.get(text)
-        return self._append(text) if number is None else number
+        if number is not None:
+            return number
+        return self._append(_fitted(text) if dumped else text)
 
     def _append(self, text: bytes) -> int:
         number = self._numbers[text] = len(self._entries)
@@ -145,7 +187,7 @@ class Bodies:
 
     def _put_text(self, text: bytes) -> int:
         if len(text) < LONG:
-            return self._put(_escape(text))
+            return self._put(_escape(text), dumped=True)
         # A text that is known is found by hash and compared: splitting costs ten times as much.
         digest = hash(text)
         known = self._split.get(digest)
@@ -156,25 +198,42 @@ class Bodies:
             pieces.append(between)
             if string:
                 pieces.append(_refer([self._put(string)]))
-        self._split[digest] = number = self._put(b"".join(pieces))
+        self._split[digest] = number = self._put(b"".join(pieces), dumped=len(pieces) == 1)
         return number
 
     def _sequence(self, numbers: Sequence[int]) -> bytes:
         while len(numbers) > TOP_RUN:
-            runs = []
-            run: list[int] = []
-            for number in numbers:
-                run.append(number)
-                # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
-                # share a stretch share its runs, wherever it stands in them.
-                cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
-                if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
-                    runs.append(self._put(_refer(run)))
-                    run = []
-            if run:
-                runs.append(self._put(_refer(run)))
-            numbers = runs
+            numbers, _ = self._runs(numbers, NO_RUNS)
         return _refer(numbers)
+
+    def _list(self, numbers: Sequence[int], known: Runs) -> tuple[bytes, Runs]:
+        if len(numbers) <= TOP_RUN:
+            return _refer(numbers), NO_RUNS
+        runs, known = self._runs(numbers, known)
+        return self._sequence(runs), known
+
+    def _runs(self, numbers: Sequence[int], known: Runs) -> tuple[list[int], Runs]:
+        """The runs of `numbers`, and those of them that are also `known` of any list that has all but the last of them.
+
+        `known`: of a list with which this one begins.
+        """
+        runs = list(known.entries)
+        run: list[int] = []
+        start = before = known.covered
+        for at in range(start, len(numbers)):
+            number = numbers[at]
+            before = start
+            run.append(number)
+            # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
+            # share a stretch share its runs, wherever it stands in them.
+            cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
+            if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
+                runs.append(self._put(_refer(run)))
+                run = []
+                start = at + 1
+        if run:
+            runs.append(self._put(_refer(run)))
+        return runs, Runs(runs[:-1], before)
 
     def _dump(self, value: Any) -> bytes:
         try:
@@ -203,6 +262,10 @@ class Bodies:
 def _stdlib_dump(value: Any) -> bytes:
     # Half a surrogate pair is no UTF-8; its backslash form is also JSON's.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+def _fitted(text: bytes) -> bytes:
+    return bytes(memoryview(text)) if len(text) < ROOMY else text  # a copy takes no more than its length
 
 
 def _is_sequence(value: Any) -> bool:

@@ -2,24 +2,31 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from interception.policy import ServingPolicy
 from interception.turn import Call, Failure
 
 
 class Ledger:
-    """The calls of one session that a retry may ask for again, bounded by count, bytes and age."""
+    """The calls of one session that a retry may ask for again, bounded by count, bytes and age.
+
+    What a call costs here does not depend on how many there are, unless it is a retry.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._calls: dict[Call, float | None] = {}  # oldest first, with the time they were seen to be finished
+        self._calls: dict[Call, None] = {}  # oldest first
+        self._in_flight: dict[Call, None] = {}
+        self._finished: dict[Call, tuple[float, int]] = {}  # first finished first: since when, and its bytes
+        self._size = 0
+        """Bytes of the finished ones."""
         self._keys: dict[str, Call] = {}
         self._admitting: dict[object, asyncio.Event] = {}  # by path and digest, and by key
         self._clock = clock
 
-    @asynccontextmanager
-    async def admitting(self, path: str, digest: bytes, key: str | None) -> AsyncIterator[None]:
+    @contextmanager
+    def admitting(self, path: str, digest: bytes, key: str | None) -> Iterator[None]:
         """Held while a new call is prepared (its hooks may take their time): a retry of it waits to find it."""
         ready = asyncio.Event()
         names = [(path, digest)] if key is None else [(path, digest), key]
@@ -62,24 +69,39 @@ class Ledger:
         if key is not None:
             self._keys[key] = call
 
+    def opened(self, call: Call) -> None:
+        """It is read (again), or tried again: until it is `settled` it stays, and takes no room from finished ones."""
+        if call in self._calls:
+            self._in_flight[call] = None
+            _, size = self._finished.pop(call, (0.0, 0))
+            self._size -= size
+
+    def settled(self, call: Call) -> None:
+        """To be told when an attempt of it has ended, and when a reader has left."""
+        if not call.open and call in self._in_flight:
+            del self._in_flight[call]
+            self._finished[call] = self._clock(), call.size
+            self._size += call.size
+
     def trim(self, policy: ServingPolicy) -> None:
-        """Forget the oldest finished calls beyond the bounds; those in flight stay, and count for none."""
+        """Forget the calls that finished first beyond the bounds; those in flight stay, and count for none."""
         now = self._clock()
-        for call, since in self._calls.items():
-            if call.open:
-                self._calls[call] = None
-            elif since is None:
-                self._calls[call] = now
-        finished = [(call, since) for call, since in self._calls.items() if since is not None]
-        count = len(finished)
-        size = sum(call.size for call, _ in finished)
-        for call, since in finished:
-            if count <= policy.replay_count and size <= policy.replay_bytes and now - since <= policy.replay_age:
-                continue
-            count -= 1
-            size -= call.size
-            del self._calls[call]
-            self._keys = {key: kept for key, kept in self._keys.items() if kept is not call}
+        while self._finished:
+            call, (since, size) = next(iter(self._finished.items()))
+            if (
+                len(self._finished) <= policy.replay_count
+                and self._size <= policy.replay_bytes
+                and now - since <= policy.replay_age
+            ):
+                break
+            del self._finished[call], self._calls[call]
+            self._size -= size
+            if self._keys:
+                self._keys = {key: kept for key, kept in self._keys.items() if kept is not call}
+
+    @property
+    def in_flight(self) -> list[Call]:
+        return list(self._in_flight)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(list(self._calls))
@@ -89,4 +111,7 @@ class Ledger:
 
     def clear(self) -> None:
         self._calls.clear()
+        self._in_flight.clear()
+        self._finished.clear()
+        self._size = 0
         self._keys.clear()

@@ -1,6 +1,7 @@
 """How much a rollout may use, checked before each of its turns."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,8 +20,14 @@ class RolloutLimits(BaseModel):
     max_output_tokens: int | None = Field(None, ge=0)
     max_total_tokens: int | None = Field(None, ge=0)
 
+    @cached_property
+    def _any(self) -> bool:
+        return any(cap is not None for cap in self.model_dump().values())
+
     def reached(self, turns: Iterable[Turn], in_flight: Iterable[Call]) -> str | None:
         """The name of the limit that leaves no room for another turn, or None."""
+        if not self._any:
+            return None
         answered = [turn for turn in turns if turn.delivered and turn.complete]
         begun = {id(turn) for turn in answered} | {id(call.turn) for call in in_flight}
         if self.max_turns is not None and len(begun) >= self.max_turns:

@@ -154,14 +154,18 @@ class LoopWatch:
             late = self._clock() - due
             if late <= LIMIT or self._paused:
                 continue
-            frame = sys._current_frames().get(self._thread_id)
-            seen = "an unknown place" if frame is None else place(frame)
+            seen = self._where()
             if due != self._due or ended.is_set():
                 continue  # it has moved on, and this is not what it stood in
             self._seen = self._seen or seen
             if late > STILL and not self._told_still:
                 self._told_still = True
                 logger.warning("the event loop has been standing still for %.1f s in %s", late, seen)
+
+    def _where(self) -> str:
+        # A function of its own: a frame that is kept keeps all that its rollout had in hand.
+        frame = sys._current_frames().get(self._thread_id)
+        return "an unknown place" if frame is None else place(frame)
 
     def _wait(self) -> float:
         """Seconds until it is worth looking (again)."""

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from interception.base import Interception, Slot
+from interception.collector import rare_full_searches
 from interception.config import InterceptionServerConfig
 from interception.looplag import LoopWatch
 from interception.metrics import Calls, samples_of_calls, samples_of_lag
@@ -114,18 +115,19 @@ class InterceptionServer(Interception):
         self._stack = AsyncExitStack()
         self._watch = LoopWatch.join()
         self._stack.callback(self._watch.leave)
+        self._stack.enter_context(rare_full_searches())
         tunnel = self.tunnel
         self._stack.push_async_callback(self.upstreams.close)
-        runner = web.AppRunner(
-            Routes(self).app(),
+        served = web.Server(
+            Routes(self).handle,
             access_log=None,
-            shutdown_timeout=SHUTDOWN_TIMEOUT,
             # Bodies are decoded and drained by us (see `inbound`): aiohttp would log a defect of ours where it comes
             # upon one that is malformed.
             auto_decompress=False,
             lingering_time=0,
             logger=http_logger,
         )
+        runner = web.ServerRunner(served, shutdown_timeout=SHUTDOWN_TIMEOUT)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         host = tunnel.bind_host if tunnel else self.config.bind_host or "127.0.0.1"

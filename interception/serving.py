@@ -5,6 +5,7 @@ import time
 
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from interception.base import CALL_ID_HEADER
 from interception.dialects.base import Dialect, Stream
@@ -17,7 +18,7 @@ logger = logging.getLogger("interception")
 
 
 async def serve(
-    request: web.Request,
+    request: web.BaseRequest,
     call: Call,
     exchange: Exchange,
     *,
@@ -43,6 +44,9 @@ async def serve(
         if in_time and exchange.failure is not None and (wait_for_end or not exchange.chunks):
             exchange.failure.call_id = exchange.attempt.call_id
             raise exchange.failure
+        head = exchange.head
+        if in_time and exchange.ended and exchange.failure is None and head is not None and head.stream is not None:
+            return await _body(request, call, exchange)  # all of a stream
         if call.streamed:  # also where the upstream answered it with none: the SDKs would read an empty stream
             return await _stream(request, call, exchange, policy)
         if in_time:
@@ -56,23 +60,24 @@ async def serve(
         call.readers -= 1
 
 
-async def _body(request: web.Request, call: Call, exchange: Exchange) -> web.StreamResponse:
+async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web.StreamResponse:
     """An answer that is there already."""
     if exchange.failure is not None:
         exchange.failure.call_id = exchange.attempt.call_id
         raise exchange.failure
     assert exchange.head is not None
-    body = exchange.body
-    response = web.StreamResponse(status=exchange.head.status, headers=_headers(exchange, "application/json"))
-    response.content_length = len(body)
+    headers = _headers(exchange, "application/json") if exchange.head.stream is None else _stream_headers(exchange)
+    # Not as a StreamResponse, which sends its headers by themselves.
+    response = web.Response(status=exchange.head.status, body=exchange.body, headers=headers)
     await response.prepare(request)
-    await response.write(body)
     await response.write_eof()
     call.turn.delivered = True
     return response
 
 
-async def _padded(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
+async def _padded(
+    request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
+) -> web.StreamResponse:
     """A slow answer behind an edge that will not wait: begun with white space, which is no change to JSON."""
     response = web.StreamResponse(status=200, headers=_headers(exchange, "application/json"))
     await response.prepare(request)
@@ -91,9 +96,10 @@ async def _padded(request: web.Request, call: Call, exchange: Exchange, policy: 
     return response
 
 
-async def _stream(request: web.Request, call: Call, exchange: Exchange, policy: ServingPolicy) -> web.StreamResponse:
-    headers = {**_headers(exchange, "text/event-stream"), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    response = web.StreamResponse(status=200, headers=headers)
+async def _stream(
+    request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=200, headers=_stream_headers(exchange))
     await response.prepare(request)
     unread = call.new_stream()  # what stands for the upstream's stream until that begins
     sent = 0
@@ -104,8 +110,11 @@ async def _stream(request: web.Request, call: Call, exchange: Exchange, policy: 
             events = b"".join(fresh)
             if exchange.head is not None and exchange.head.stream is None:
                 events = call.rendered(loads(events))  # begun as a stream, and then answered as none
-            await response.write(events)
             sent += len(fresh)
+            if exchange.ended and exchange.failure is None:
+                await response.write_eof(events)  # in one write
+            else:
+                await response.write(events)
             spoke = time.monotonic()
             if exchange.terminal is not None and sent > exchange.terminal and exchange.failure is None:
                 call.turn.delivered = True
@@ -128,12 +137,17 @@ def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:
     return exchange.head.stream or unread if exchange.head is not None else unread
 
 
-def _headers(exchange: Exchange, content_type: str) -> dict[str, str]:
-    upstream = to_client(exchange.head.headers) if exchange.head is not None else {}
-    ours = {"Content-Type": content_type, CALL_ID_HEADER: exchange.attempt.call_id}
-    # Under their own spelling an upstream's headers would stand beside ours.
-    taken = {name.lower() for name in ours}
-    return {**{name: value for name, value in upstream.items() if name.lower() not in taken}, **ours}
+def _headers(exchange: Exchange, content_type: str) -> CIMultiDict[str]:
+    headers = to_client(exchange.head.headers) if exchange.head is not None else CIMultiDict[str]()
+    headers["Content-Type"] = content_type
+    headers[CALL_ID_HEADER] = exchange.attempt.call_id
+    return headers
+
+
+def _stream_headers(exchange: Exchange) -> CIMultiDict[str]:
+    headers = _headers(exchange, "text/event-stream")
+    headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    return headers
 
 
 def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> web.Response:
@@ -148,7 +162,7 @@ def refusal(dialect: Dialect, failure: Failure, call_id: str | None = None) -> w
     )
 
 
-def abort(request: web.Request) -> None:
+def abort(request: web.BaseRequest) -> None:
     """Cut the connection: what was sent so far is not the end."""
     if request.transport is not None:
         request.transport.abort()

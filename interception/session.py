@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_core import to_json
 
 from interception.dialects.base import Dialect
+from interception.growth import Growth
 from interception.hooks import Hook
 from interception.ledger import Ledger
 from interception.limits import RolloutLimits
 from interception.sse import dumps
 from interception.state import SharedState
 from interception.trace import Trace, Turn
-from interception.turn import Call, Failure, refused_for_good
+from interception.turn import Failure, refused_for_good
 from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("interception")
@@ -175,6 +176,8 @@ class RolloutSession:
         self.on_request = on_request
         self.on_response = on_response
         self.trace = Trace(self.id)
+        self.growth = Growth(self.trace)
+        """Its newest bodies, by which the next is read."""
         self.stop_condition: str | None = None
         """Why the rollout was stopped short: a limit, a hook's reason, or `prompt_too_long`."""
         self.error: Exception | None = None
@@ -268,6 +271,7 @@ class RolloutSession:
         for hooks in self.preparing:
             hooks.cancel()
         self.ledger.clear()
+        self.growth.clear()
         self.trace.seal()
         if pending:
             logger.info("session %s: %d calls were in flight at its end, recorded as cancelled", self.id, pending)
@@ -290,13 +294,10 @@ class RolloutSession:
     def check_turn(self) -> None:
         """Whether another turn may begin; raises the `Failure` that says why not."""
         self.check_open()
-        if not self._stopped and (limit := self.limits.reached(self.trace.turns, self._in_flight())):
+        if not self._stopped and (limit := self.limits.reached(self.trace.turns, self.ledger.in_flight)):
             self.stop(limit)
         if self._stopped:
             raise Failure(400, f"the rollout was stopped: {self.stop_condition}")
-
-    def _in_flight(self) -> list[Call]:
-        return [call for call in self.ledger if call.open]
 
     def recorded(self, turn: Turn, dialect: Dialect, answer: Mapping[str, Any]) -> None:
         """A turn's answer was recorded, and is about to be served."""

@@ -1,7 +1,6 @@
 """Server-sent events, read from bytes in any chunking and written. No I/O: bytes go in, events come out."""
 
 import json
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
@@ -10,6 +9,10 @@ Json = dict[str, Any]
 
 BOM: Final = b"\xef\xbb\xbf"
 _UNREAD: Final[Any] = object()
+
+MERGED: Final = 4096
+"""Bytes of an unfinished event up to which it is looked at again with the next chunk: longer ones would take the square
+of their length."""
 
 
 def loads(text: str | bytes) -> Any:
@@ -41,33 +44,65 @@ def sse(payload: Json, *, named: bool = False) -> bytes:
     return name + b"data: " + dumps(payload) + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event, or a block without data (comments, a lone blank line), in which `data` is None."""
+    """One event, or a block without data (comments, a lone blank line), in which `data` is None.
 
-    raw: bytes
-    """Its bytes, blank line included: all events' `raw` in a row are the stream."""
-    event: str | None = None
-    data: str | None = None
-    """Lines joined by a newline; what is not UTF-8 is replaced."""
-    id: str | None = None
-    complete: bool = True
-    """False for the rest of a stream that ends without a blank line: SDKs drop such an event, and what is sent after
-    its `raw` would become a part of it."""
-    _json: Any = field(default=_UNREAD, init=False, repr=False, compare=False)
+    It is read when it is first asked: of a stream that only repeats itself nobody asks.
+    """
+
+    __slots__ = ("_bom", "_fields", "_json", "complete", "raw")
+
+    def __init__(self, raw: bytes, *, complete: bool = True, bom: bytes = b"") -> None:
+        self.raw = raw
+        """Its bytes, blank line included: all events' `raw` in a row are the stream."""
+        self.complete = complete
+        """False for the rest of a stream that ends without a blank line: SDKs drop such an event, and what is sent
+        after its `raw` would become a part of it."""
+        self._bom = bom
+        self._fields: tuple[str | None, str | None, str | None] | None = None
+        self._json: Any = _UNREAD
+
+    @property
+    def event(self) -> str | None:
+        return self._read()[0]
+
+    @property
+    def data(self) -> str | None:
+        """Lines joined by a newline; what is not UTF-8 is replaced."""
+        return self._read()[1]
+
+    @property
+    def id(self) -> str | None:
+        return self._read()[2]
 
     @property
     def json(self) -> Json | None:
         """`data` as a JSON object, parsed once; None if it is none."""
         if self._json is _UNREAD:
             value = None
-            if self.data is not None:
+            # Nothing else is an object; `[DONE]`, the end of each stream, would be tried by two parsers.
+            if self.data is not None and self.data.lstrip().startswith("{"):
                 try:
                     value = loads(self.data)
                 except ValueError:
                     value = None
-            object.__setattr__(self, "_json", value if isinstance(value, dict) else None)
+            self._json = value if isinstance(value, dict) else None
         return self._json  # type: ignore[no-any-return]
+
+    def _read(self) -> tuple[str | None, str | None, str | None]:
+        if self._fields is None:
+            self._fields = _fields(self.raw.removeprefix(self._bom))
+        return self._fields
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SseEvent):
+            return NotImplemented
+        return (self.raw, self.complete, self._bom) == (other.raw, other.complete, other._bom)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<SseEvent {self.raw[:80]!r}{'' if self.complete else ', cut short'}>"
 
 
 class SseParser:
@@ -88,6 +123,12 @@ class SseParser:
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
         events: list[SseEvent] = []
+        if self._plain(chunk):
+            *blocks, rest = (bytes(self._raw) + chunk).split(b"\n\n")
+            self._raw[:] = rest
+            self._line = rest.rfind(b"\n") + 1
+            self._started = True
+            return [SseEvent(block + b"\n\n") for block in blocks]
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
         for number, piece in enumerate(pieces, 1):
@@ -100,6 +141,19 @@ class SseParser:
         self._raw += self._held
         self._held = b""
         return [self._cut(complete=blank)] if self._raw else []
+
+    def _plain(self, chunk: bytes) -> bool:
+        """Whether blank lines alone cut the stream here: it has LFs, and no blank line follows upon another."""
+        return not (
+            b"\r" in chunk
+            or self._held
+            or self._after_cr
+            or self._bom
+            or len(self._raw) > MERGED
+            or (not self._started and (self._raw or not chunk.startswith((b"data:", b"event:"))))
+            or b"\n\n\n" in chunk
+            or (chunk.startswith(b"\n") and self._line == len(self._raw))
+        )
 
     def _take(self, piece: bytes, last: bool, events: list[SseEvent]) -> None:
         text = piece.rstrip(b"\r\n")  # a piece has one line end, at most
@@ -133,7 +187,7 @@ class SseParser:
                 events.append(self._cut())
 
     def _cut(self, complete: bool = True) -> SseEvent:
-        event = _read(bytes(self._raw), self._bom, complete)
+        event = SseEvent(bytes(self._raw), complete=complete, bom=self._bom)
         self._raw.clear()
         self._line = 0
         self._started = True
@@ -141,11 +195,14 @@ class SseParser:
         return event
 
 
-def _read(raw: bytes, bom: bytes, complete: bool) -> SseEvent:
+def _fields(block: bytes) -> tuple[str | None, str | None, str | None]:
+    """Its event, its data and its id."""
+    if block.startswith(b"data: ") and block.endswith(b"\n\n") and len(block.splitlines()) == 2:
+        return None, _text(block[6:-2]), None  # nearly all are like this
     name: bytes | None = None
     id: bytes | None = None
     data: list[bytes] = []
-    for line in raw.removeprefix(bom).splitlines():
+    for line in block.splitlines():
         field_name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field_name == b"data":
@@ -154,7 +211,7 @@ def _read(raw: bytes, bom: bytes, complete: bool) -> SseEvent:
             name = value
         elif field_name == b"id" and b"\0" not in value:
             id = value
-    return SseEvent(raw, _text(name), _text(b"\n".join(data) if data else None), _text(id), complete)
+    return _text(name), _text(b"\n".join(data) if data else None), _text(id)
 
 
 def _text(value: bytes | None) -> str | None:

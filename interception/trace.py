@@ -1,14 +1,15 @@
 """The record of a rollout: its turns, in order, each with every attempt made for it."""
 
 import json
+import os
 import time
-import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import orjson
 
-from interception.interning import Bodies
+from interception.interning import Bodies, Stored
 from interception.usage import Usage
 
 T = TypeVar("T")
@@ -205,13 +206,30 @@ class Trace:
 
         RuntimeError: the trace is sealed. ValueError: the request is nested too deeply (about 900 levels).
         """
-        if self.sealed:
-            raise RuntimeError(f"trace {self.id} is sealed")
-        stored = self._bodies.put_request(request, messages_field)
-        turn = Turn(self._bodies, uuid.uuid4().hex, dialect=dialect, streamed=streamed, request=stored)
+        return self.begin_stored(dialect=dialect, request=self.store(request, messages_field), streamed=streamed)
+
+    def store(self, request: dict[str, Any], messages_field: str) -> Stored:
+        """Keep a request for `begin_stored`. It raises what `begin` does."""
+        self._check_open()
+        return self._bodies.put_request(request, messages_field)
+
+    def extend(self, stored: Stored, added: Sequence[Any]) -> Stored:
+        """Keep a request that is a stored one with messages added at its end."""
+        self._check_open()
+        return self._bodies.extend(stored, added)
+
+    def begin_stored(self, *, dialect: str, request: Stored, streamed: bool) -> Turn:
+        """A new turn with a request that is kept already."""
+        self._check_open()
+        entries = request.request, request.messages
+        turn = Turn(self._bodies, os.urandom(16).hex(), dialect=dialect, streamed=streamed, request=entries)
         turn.queued = time.time()
         self.turns.append(turn)
         return turn
+
+    def _check_open(self) -> None:
+        if self.sealed:
+            raise RuntimeError(f"trace {self.id} is sealed")
 
     def seal(self) -> None:
         """Nothing is begun or recorded after this."""

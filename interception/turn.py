@@ -5,7 +5,6 @@ the session cancels it.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -76,7 +75,7 @@ class Exchange:
         self.ended = False
         self.on_end: Callable[[], None] | None = None
         """Called once, when the outcome is known."""
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[bool]] = []
         attempt.started = time.time()
         self._task = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
 
@@ -102,10 +101,20 @@ class Exchange:
 
     async def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Until `ready()`, for `timeout` seconds at most; whether it is."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not ready():
-                    await self._changed.wait()
+        # By hand: an `asyncio.timeout` and an `asyncio.Event` for each chunk of a stream cost more than the chunk.
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        while not ready():
+            waiter = loop.create_future()
+            self._waiters.append(waiter)
+            timer = None if deadline is None else loop.call_at(deadline, _wake, waiter, False)
+            try:
+                if not await waiter:
+                    self._waiters.remove(waiter)
+                    break
+            finally:
+                if timer is not None:
+                    timer.cancel()
         return ready()
 
     async def more(self, seen: int, timeout: float | None = None) -> bool:
@@ -160,8 +169,14 @@ class Exchange:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _wake(waiter, True)
+
+
+def _wake(waiter: asyncio.Future[bool], changed: bool) -> None:
+    if not waiter.done():  # nor its reader cancelled
+        waiter.set_result(changed)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,17 +1,26 @@
 """Speaking to the upstreams: one shared client for each distinct one."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from multidict import CIMultiDict
 from yarl import URL
 
+from interception.answer import UpstreamAnswer
 from interception.session import Upstream
 from interception.turn import Failure
+
+if TYPE_CHECKING:
+    from interception.wire import Wire
+
+logger = logging.getLogger("interception")
 
 PIECE = 256 * 1024
 """Bytes of a body that are handed to the connection at once."""
@@ -23,23 +32,54 @@ class UpstreamClients:
     """The HTTP clients of a server. They are made on first use and closed together."""
 
     def __init__(self) -> None:
-        self._clients: dict[ClientKey, aiohttp.ClientSession] = {}
+        self._clients: dict[ClientKey, tuple[aiohttp.ClientSession, Wire | None]] = {}
+        self._fell_back = False
 
-    def _client(self, upstream: Upstream) -> aiohttp.ClientSession:
+    def _client(self, upstream: Upstream) -> "tuple[aiohttp.ClientSession, Wire | None]":
+        """The client, and its short way for turns, which knows of no proxies."""
         key = (upstream.base_url, upstream.connect_timeout, upstream.idle_timeout)
-        client = self._clients.get(key)
-        if client is None:
-            client = self._clients[key] = aiohttp.ClientSession(
-                # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
-                ),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                proxy=proxy_for(upstream.base_url),
-                auto_decompress=True,
-            )
-        return client
+        known = self._clients.get(key)
+        if known is not None:
+            return known
+        proxy = proxy_for(upstream.base_url)
+        client = aiohttp.ClientSession(
+            # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            proxy=proxy,
+            auto_decompress=True,
+        )
+        self._clients[key] = client, None if proxy is not None else self._wire(client, upstream)
+        return self._clients[key]
+
+    def _wire(self, client: aiohttp.ClientSession, upstream: Upstream) -> "Wire | None":
+        try:
+            from interception.wire import Wire
+
+            return Wire(client, URL(upstream.base_url, encoded=True))
+        except aiohttp.InvalidURL:
+            return None  # each call is told so
+        except Exception:  # whatever comes of parts that are others in a new aiohttp
+            if not self._fell_back:
+                self._fell_back = True
+                logger.warning(
+                    "aiohttp %s has not the parts that this version knows: turns take the slower way, by its client",
+                    aiohttp.__version__,
+                    exc_info=True,
+                )
+            return None
+
+    def post(
+        self, upstream: Upstream, url: str, *, headers: CIMultiDict[str], body: bytes
+    ) -> AbstractAsyncContextManager[UpstreamAnswer]:
+        """The request of a turn."""
+        _, wire = self._client(upstream)
+        if wire is None or len(body) > PIECE:
+            return self.request(upstream, "POST", url, headers=headers, body=body)
+        return wire.post(url, headers, body)
 
     def request(
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None
@@ -48,13 +88,12 @@ class UpstreamClients:
         data: bytes | AsyncIterator[memoryview] | None = body
         if body is not None and len(body) > PIECE:
             data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
-        return self._client(upstream).request(
-            method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False
-        )
+        client, _ = self._client(upstream)
+        return client.request(method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False)
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(client.close() for client, _ in clients))
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
@@ -99,5 +138,7 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
     if isinstance(error, aiohttp.ClientResponseError):  # it would quote what came
         return Failure(502, f"the upstream {where} sent no valid HTTP answer")
+    if isinstance(error, aiohttp.ServerDisconnectedError):  # its own text may be all of a head that came by halves
+        return Failure(503, f"the upstream {where} closed the connection before it had answered")
     reason = upstream.redacted(str(error)) or type(error).__name__
     return Failure(503, f"the upstream {where} closed the connection: {reason}")

@@ -1,6 +1,7 @@
 """Peers: other projects' programs, each in a virtual environment of its own, made when first asked for.
 
-What a peer's environment holds is in `NAME.txt` beside this file: one pinned requirement, the peer itself. It is made
+What a peer's environment holds is in `NAME.txt` beside this file: one pinned requirement, the peer itself (with extras,
+as `NAME[proxy]==1.0`). It is made
 under `.peers/` of the repository, which needs the package index once, and is made anew when the pin or our Python
 changes.
 """
@@ -18,6 +19,9 @@ HERE = Path(__file__).parent
 
 ENVIRONMENTS = HERE.parents[1] / ".peers"
 """Where the environments are made."""
+
+MADE_OF = "made-of.txt"
+"""The file of an environment that tells what it holds, written when that is whole."""
 
 INSTALL_TIMEOUT = 1200.0
 """Seconds that pip gets: verifiers brings half a gigabyte."""
@@ -39,7 +43,7 @@ class Peer:
         """The peer that `benchmarks/peers/NAME.txt` pins."""
         requirement = _requirements(name).read_text().strip()
         project, pinned, version = requirement.partition("==")
-        if not pinned or project != name or len(version.split()) != 1:
+        if not pinned or project.partition("[")[0] != name or len(version.split()) != 1:
             raise ValueError(f"{_requirements(name)} must be one line {name}==VERSION, not {requirement!r}")
         return cls(name, version)
 
@@ -54,12 +58,18 @@ class Peer:
         ENVIRONMENTS.mkdir(exist_ok=True)
         with (ENVIRONMENTS / f"{self.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once make it once
-            made_of = home / "made-of.txt"
-            wanted = f"{self.name}=={self.version}\nPython {platform.python_version()}\n"
-            if not made_of.exists() or made_of.read_text() != wanted:
+            if not self.is_made():
                 self._make(home)
-                made_of.write_text(wanted)
+                (home / MADE_OF).write_text(self._made_of())
         return _interpreter(home)
+
+    def is_made(self) -> bool:
+        """Whether its environment is there, so that `python` takes no time."""
+        made_of = ENVIRONMENTS / self.name / MADE_OF
+        return made_of.exists() and made_of.read_text() == self._made_of()
+
+    def _made_of(self) -> str:
+        return f"{self.name}=={self.version}\nPython {platform.python_version()}\n"
 
     def _make(self, home: Path) -> None:
         print(f"making the environment of {self.subject} in {home}, once: this takes minutes", file=sys.stderr)

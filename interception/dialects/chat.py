@@ -119,7 +119,24 @@ class ChatStream(Stream):
         if failed:
             return Phase.FAILED
         finished = bool(self._choices) and all(choice.finished for choice in self._choices.values())
-        return Phase.CLOSING if finished and len(self._choices) >= self._expected else Phase.OPEN
+        if finished and len(self._choices) >= self._expected:
+            return Phase.CLOSING
+        self._look_for_refrain(event, chunk)
+        return Phase.OPEN
+
+    def _look_for_refrain(self, event: SseEvent, chunk: Json) -> None:
+        """A chunk of one choice that adds a piece of text and nothing else: all else of it is put, again or once."""
+        parts = chunk.get("choices")
+        if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
+            return
+        delta = obj(parts[0].get("delta"))
+        added = [name for name, value in delta.items() if value and name != "role"]
+        others = [value for name, value in parts[0].items() if name != "delta"]
+        if len(added) != 1 or added[0] not in MESSAGE_TEXTS or any(isinstance(value, dict | list) for value in others):
+            return
+        if isinstance(delta[added[0]], str):
+            choice = self._choices[index_of(parts[0].get("index"))]
+            self._may_repeat(event, ("choices", 0, "delta", added[0]), choice.so_far(added[0]))
 
     def response(self) -> Json | None:
         if not self._choices and (not self._top or self.phase is Phase.FAILED):
@@ -146,6 +163,10 @@ class _Choice:
     @property
     def finished(self) -> bool:
         return bool(self._fields.get("finish_reason"))
+
+    def so_far(self, name: str) -> object:
+        """What there is of a field of the message."""
+        return self._message.get(name)
 
     def add(self, part: Json) -> None:
         for name, value in part.items():

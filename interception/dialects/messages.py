@@ -32,8 +32,8 @@ KINDS: Final = {
     529: "overloaded_error",
 }
 
-PIECES: Final = {"text_delta": frozenset({"text"}), "thinking_delta": frozenset({"thinking"})}
-"""The fields of a delta that go on with what was there. Of all others the last value wins, signatures among them."""
+PIECES: Final = {"text_delta": "text", "thinking_delta": "thinking"}
+"""The field of a delta that goes on with what was there. Of all others the last value wins, signatures among them."""
 
 
 class Messages(Common):
@@ -102,7 +102,11 @@ class MessagesStream(Stream):
         elif kind == "content_block_start":
             self._blocks[index_of(payload.get("index"))] = _Block(obj(payload.get("content_block")))
         elif kind == "content_block_delta":
-            self._blocks.setdefault(index_of(payload.get("index")), _Block({})).add(obj(payload.get("delta")))
+            block = self._blocks.setdefault(index_of(payload.get("index")), _Block({}))
+            delta = obj(payload.get("delta"))
+            block.add(delta)
+            if len(delta) == 2 and (name := PIECES.get(str(delta.get("type")))) and isinstance(delta.get(name), str):
+                self._may_repeat(event, ("delta", name), block.so_far(name))
         elif kind == "message_delta":
             return self._read_end(payload)
         elif kind == "message_stop":
@@ -136,6 +140,10 @@ class _Block:
         self._fields = dict(start)
         self._input: list[str] = []
 
+    def so_far(self, name: str) -> object:
+        """What there is of one of its fields."""
+        return self._fields.get(name)
+
     def add(self, delta: Json) -> None:
         kind = str(delta.get("type"))
         if kind == "input_json_delta":
@@ -144,7 +152,7 @@ class _Block:
             extend(self._fields, "citations", [delta.get("citation")])
         else:
             fields = {name: value for name, value in delta.items() if name != "type"}
-            join(self._fields, fields, PIECES.get(kind, frozenset()))
+            join(self._fields, fields, frozenset({PIECES[kind]} if kind in PIECES else ()))
 
     def whole(self) -> Json:
         """The block; an input that is cut short or is no JSON stays the text it is."""

@@ -85,7 +85,7 @@ async def test_row_15_sixteen_innocents_beside_a_poison_are_all_answered_in_the_
             innocents = [asyncio.create_task(innocent(number)) for number in range(16)]
             await until(lambda: pool.in_flight == 16)
             poison = asyncio.create_task(insist(poisoner, 20, do="abort", note=str(note)))
-            await until(lambda: note.exists() and len(note.read_text().split()) == 2)
+            await until(lambda: note.exists() and len(note.read_text().split()) == 2, timeout=120)
             gate.touch()  # from now on they end, so that who is alone does not block who waits
             replies = await poison
             answers = await asyncio.gather(*innocents)

@@ -500,6 +500,24 @@ class TestBadSenders:
             assert not line or 400 <= int(line.split()[1]) < 500
             await is_usable(good, running)
 
+    async def test_a_sender_that_waits_to_be_told_to_go_on_is_told_so(self) -> None:
+        body = json.dumps(WIRE.request()).encode()
+        async with rollout() as running, connected(running) as agent:
+            running.upstream.then(answers(WIRE.answer()))
+            agent.head(WIRE, "Expect: 100-continue", f"Content-Length: {len(body)}")
+            assert await asyncio.wait_for(agent.reader.readuntil(b"\r\n\r\n"), 30) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            agent.writer.write(body)
+            assert (await agent.answer()).status == 200
+            await is_usable(agent, running)
+
+    async def test_another_expectation_is_417_in_the_dialects_shape(self) -> None:
+        async with rollout() as running, connected(running) as agent:
+            agent.head(WIRE, "Expect: the-moon", "Content-Length: 2")
+            agent.writer.write(b"{}")
+            heard = await agent.answer()
+            assert heard.status == 417
+            assert WIRE.in_error_shape(heard.json)
+
     @by_wire
     async def test_a_malformed_chunk_is_told_to_its_sender_only(
         self, wire: Wire, monkeypatch: pytest.MonkeyPatch

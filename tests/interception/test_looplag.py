@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -46,6 +47,25 @@ async def test_a_call_that_blocks_is_told_by_its_place_and_how_long(caplog: pyte
         assert SECRET not in caplog.text
         assert watch.lag.max > LIMIT
         assert watch.lag.stalled >= watch.lag.stalls * LIMIT
+    finally:
+        watch.leave()
+
+
+async def test_what_it_stood_in_is_not_kept() -> None:
+    class Held:
+        pass
+
+    def hold() -> weakref.ref[Held]:
+        held = Held()
+        block(0.6, SECRET)
+        return weakref.ref(held)
+
+    watch = LoopWatch.join()
+    try:
+        await asyncio.sleep(PERIOD)
+        held = hold()
+        # Else it waits in the frames that the watch still has.
+        await until(lambda: held() is None)
     finally:
         watch.leave()
 

@@ -281,6 +281,25 @@ def test_memory_is_linear() -> None:
     assert at_200 <= 2.2 * at_100
 
 
+def test_a_short_message_takes_about_its_own_bytes() -> None:
+    # orjson's texts, kept as they are, take 4 kB each.
+    def used(messages: int) -> int:
+        tracemalloc.start()
+        try:
+            trace = Trace("t")
+            trace.store(
+                {"messages": [{"role": "user", "content": f"go on {number}"} for number in range(messages)]}, "messages"
+            )
+            for number in range(messages):
+                begin(trace).record(response={"ids": [number] * 80}, usage=None, finish_reason=None)
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    used(5)
+    assert (used(600) - used(100)) / 500 < 1500
+
+
 def test_the_garbage_collector_sees_turns_only() -> None:
     trace = Trace("t")
     gc.collect()

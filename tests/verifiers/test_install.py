@@ -3,7 +3,9 @@
 import importlib
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from interception.integrations.verifiers import (
     make_interception,
     uninstall,
 )
+from interception.integrations.verifiers.installation import current
 from tests.verifiers.evals import Endpoint, config
 from tunnel import CustomTunnelConfig, SshTunnelConfig
 
@@ -92,11 +95,46 @@ def test_installing_twice_is_once_and_other_options_are_refused() -> None:
     with installed():
         pass
     assert looked_up() != before, "the inner one was no installation of its own"
-    with pytest.raises(RuntimeError, match="uninstall"):
+    with pytest.raises(RuntimeError, match=r"with another grace: uninstall\(\) first"):
         install(Options(grace=9))
     uninstall()
     uninstall()
     assert looked_up() == before
+
+
+def test_blocks_that_overlap_in_threads_are_one_installation_until_the_last_is_left() -> None:
+    before, seen = looked_up(), []
+    all_in, one_is_out = threading.Barrier(8, timeout=60), threading.Event()
+
+    def block(number: int) -> None:
+        all_in.wait()
+        with installed() as installation:
+            seen.append(installation)
+            all_in.wait()
+            if number:
+                one_is_out.wait(60)
+        if not number:
+            seen.append(looked_up() != before)
+            one_is_out.set()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(block, range(8)))
+    assert seen.pop(8) is True, "the first to leave leaves it to the others"
+    assert len(set(map(id, seen))) == 1
+    assert looked_up() == before
+
+
+def test_a_block_undoes_neither_what_was_installed_to_stay_nor_what_came_after_it() -> None:
+    before = looked_up()
+    with installed():
+        install()
+    assert looked_up() != before
+    uninstall()
+    with installed():
+        uninstall()
+        assert looked_up() == before
+        later = install(Options(grace=9))
+    assert current() is later
 
 
 def test_another_shape_of_verifiers_is_a_clear_error_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +142,13 @@ def test_another_shape_of_verifiers_is_a_clear_error_and_nothing_is_replaced(mon
 
     monkeypatch.setattr(vf.HarnessSession, "turn", turn)
     monkeypatch.delattr(sys.modules["verifiers.v1.rollout"], "serve_tools")
+    monkeypatch.setitem(sys.modules, "verifiers.v1.serve.pool", None)
     before = their_interception.make_interception
-    with pytest.raises(ImportError, match=r"verifiers 0\.4\.\d.*turn takes no messages.*rollout has no serve_tools"):
+    with pytest.raises(ImportError, match=r"verifiers 0\.4\.\d.*turn takes no messages") as error:
         install()
+    assert "verifiers.v1.rollout has no serve_tools" in str(error.value)
+    assert "verifiers.v1.serve.pool cannot be imported" in str(error.value)
+    assert "there is no verifiers.v1.serve.pool:serve_env" in str(error.value)
     assert their_interception.make_interception is before
 
 
@@ -117,6 +159,13 @@ def test_options_travel_and_say_what_cannot_be() -> None:
         Options(tunnel=CustomTunnelConfig(url="http://host", port=1))
     with pytest.raises(ValueError, match="grace"):
         Options(grace=-1)
+    with pytest.raises(TypeError, match="grace"):
+        Options(grace="2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tunnel must be .* not builtins\.dict"):
+        Options(tunnel={"type": "ssh", "host": "relay"})  # type: ignore[arg-type]
+    theirs: Any = their_interception.ElasticInterceptionPoolConfig()
+    with pytest.raises(TypeError, match=r"interception must be .* not verifiers\.v1"):
+        Options(interception=theirs)
 
 
 def test_verifiers_configs_select_ours() -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 import textwrap
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from verifiers.v1.errors import TunnelError
 from verifiers.v1.trace import Error
 from verifiers.v1.utils.retries import RetryState
 
+from interception.integrations.verifiers import uninstall
 from interception.integrations.verifiers.options import options_from_json
 from interception.integrations.verifiers.worker import FACTORY
 from tunnel import SshTunnelConfig
@@ -32,6 +34,20 @@ def test_the_change_is_three_lines_and_installs() -> None:
     exec(textwrap.dedent(CHANGE), {"run_my_eval": lambda: seen.append(their_interception.make_interception)})
     assert seen != [stock]
     assert their_interception.make_interception is stock
+
+
+def test_the_command_is_vf_eval_with_ours_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    [line] = re.findall(r'^python -c "(.*?)" my-taskset', README, re.MULTILINE | re.DOTALL)
+    [command] = entry_points(group="console_scripts", name="vf-eval")
+    stock, seen = their_interception.make_interception, []
+    command.load()
+    monkeypatch.setattr(f"{command.module}.{command.attr}", lambda: seen.append(their_interception.make_interception))
+    try:
+        exec(line, {})
+    finally:
+        uninstall()
+    assert len(seen) == 1
+    assert seen != [stock]
 
 
 def test_three_lines_of_config_are_verifiers_own_and_match_the_error() -> None:

@@ -1,15 +1,20 @@
 """Our server in the place of verifiers' own: its form, its start, and its routes behind a marked URL."""
 
 import asyncio
+import contextlib
 import gc
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.aio import run_shielded
+from verifiers.v1.utils.loaders import load_taskset
 
-from interception.integrations.verifiers import InterceptionServer, Options, installed
+from interception.integrations.verifiers import InterceptionServer, Options, installed, verdict
 from interception.integrations.verifiers.server import Stock
 from tests.helpers import until
 from tests.interception.fakes import FakeTunnel, other_tasks
@@ -17,6 +22,8 @@ from tests.prime import FakePrime
 from tests.verifiers.evals import Endpoint, config, session_of, traces
 from tests.verifiers.test_faults import POLICY, PRIME, by_error, expire_first
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, PrimeTunnelConfig
+
+pytestmark = pytest.mark.gate
 
 
 async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -114,6 +121,37 @@ async def test_start_cancelled_twice_while_the_tunnel_comes_up_leaves_nothing_an
     assert not tunnel.connected
 
 
+@pytest.mark.parametrize("ended_by", ["its cancellation", "its deadline"])
+async def test_only_a_rollout_that_somebody_asks_for_waits_for_what_became_of_its_url(
+    ended_by: str, tunnels: list[FakeTunnel], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "VERDICT_TIMEOUT", 600.0 if ended_by == "its cancellation" else 0.0)
+    async with InterceptionServer(requires_tunnel=True) as server:
+        session = session_of(config(endpoint, tmp_path, "echo_words"))
+        entered = asyncio.Event()
+
+        async def rollout() -> None:
+            stack = AsyncExitStack()
+            await stack.enter_async_context(server.acquire(session))
+            entered.set()
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if ended_by == "its cancellation" else 0):
+                        await asyncio.Event().wait()
+            finally:
+                await run_shielded(stack.aclose())  # as verifiers does
+
+        running = asyncio.create_task(rollout())
+        await entered.wait()
+        server.identity = "a stranger's"  # nothing of ours answers at its URL any more
+        if ended_by == "its cancellation":
+            running.cancel()
+        await asyncio.wait([running], timeout=60)
+        assert running.cancelled() == (ended_by == "its cancellation")
+        if ended_by == "its deadline":
+            assert type(running.exception()) is vf.TunnelError
+
+
 @pytest.mark.usefixtures("remote")
 async def test_behind_a_url_with_a_marker_in_its_path(service: FakePrime, endpoint: Endpoint, tmp_path: Path) -> None:
     options = Options(tunnel=PrimeTunnelConfig(policy=POLICY, mark="path"))
@@ -144,9 +182,6 @@ async def test_behind_a_url_with_a_marker_in_its_path(service: FakePrime, endpoi
 async def test_an_entered_agent_goes_on_with_another_server_once_its_own_is_lost(
     service: FakePrime, endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    import verifiers.v1 as vf
-    from verifiers.v1.utils.loaders import load_taskset
-
     eval_config = config(endpoint, tmp_path, {"id": "echo_words", "tasks": 3})
     first, second, third = load_taskset(eval_config.env.taskset)
     agent_config = AgentConfig.model_validate(

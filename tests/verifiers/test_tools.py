@@ -15,15 +15,16 @@ import verifiers.v1.mcp.launch as launch
 import verifiers.v1.rollout as their_rollout
 from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
 
-from interception.integrations.verifiers import installed
+from interception.integrations.verifiers import Options, installed
 from interception.integrations.verifiers.losses import Watch, forget, watch
 from interception.integrations.verifiers.tools import with_health_route
+from interception.integrations.verifiers.verdict import was_at_fault
 from tests.envserver.processes import alive
 from tests.helpers import Switch, until
 from tests.prime import FakePrime
 from tests.verifiers.evals import Endpoint, config, traces
-from tests.verifiers.test_faults import LOST, PRIME
-from tunnel import HEALTH_PATH, IDENTITY_HEADER
+from tests.verifiers.test_faults import LOST, POLICY, PRIME, by_error, expire_first, with_fault
+from tunnel import HEALTH_PATH, IDENTITY_HEADER, PrimeTunnelConfig
 
 STAMPS = {"id": "echo_stamp", "tasks": 1}
 
@@ -40,7 +41,7 @@ class Rollout:
         self.released = True
 
     def __enter__(self) -> "Rollout":
-        self.watch = Watch(self, None, "", lambda: 0.0)  # type: ignore[arg-type]
+        self.watch = Watch(self, None)  # type: ignore[arg-type]
         watch(self.watch)
         return self
 
@@ -132,6 +133,34 @@ async def test_the_loss_of_a_shared_tool_fails_who_uses_it_and_nobody_else(servi
             pass
 
 
+@pytest.mark.usefixtures("remote")
+async def test_the_loss_of_a_shared_tool_ends_its_rollouts_and_not_the_eval(
+    service: FakePrime, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    eval_config = config(endpoint, tmp_path, "shared_words", harness="quick_harness", runtime="prime", max_concurrent=2)
+    with installed(PRIME):
+        found = await with_fault(eval_config, endpoint, 2, lambda: expire_first(service))
+    assert by_error(found) == {LOST: 3}, "the two that had it, and the one that wanted it"
+    assert all("tool server was lost" in trace.errors[0].message for trace in found)
+
+
+@pytest.mark.gate
+async def test_a_harness_that_fails_on_a_tools_dead_url_is_put_down_to_the_tunnel(service: FakePrime) -> None:
+    """It sees it at once, the keepalive with its next probe."""
+    policy = POLICY.model_copy(update={"idle_spacing": 600.0, "busy_spacing": 600.0})
+    remote_harness = SimpleNamespace(is_local=False, host_url=lambda url: url)
+    with Rollout() as rollout, installed(Options(tunnel=PrimeTunnelConfig(policy=policy))):
+        async with Switch(406) as tool, launch.PrimeTunnel().expose(tool.port) as url:
+            shared = {"tool": SimpleNamespace(url=f"{url}/mcp", external=False, local=True, state_secret="")}
+            async with their_rollout.serve_tools([], remote_harness, shared=shared, state_route=rollout.trace.id):
+                assert not await was_at_fault(rollout.watch)
+                await asyncio.to_thread(service.lose_route, service.created[0])
+                assert await was_at_fault(rollout.watch)
+                await asyncio.to_thread(service.expire, service.created[0])
+            assert type(rollout.error) is vf.TunnelError, "one that hid it is found out at its end"
+
+
+@pytest.mark.gate
 async def test_a_refused_tunnel_is_verifiers_own_error(service: FakePrime) -> None:
     service.refuse_creates(400, "maximum number of tunnels reached")
     with installed(PRIME), pytest.raises(vf.TunnelError, match="maximum number"):
@@ -147,6 +176,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("when", ["at once", "once it serves"])
 async def test_a_tool_server_whose_launcher_is_killed_is_gone(when: str, tmp_path: Path) -> None:
     argv: list[str] = []

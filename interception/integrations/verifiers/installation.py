@@ -5,9 +5,10 @@ import importlib
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -65,6 +66,10 @@ class Installation:
     """Dotted names, as they were found at install."""
     _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
     _originals: dict[str, Any] = field(default_factory=dict, repr=False)
+    _blocks: int = field(default=0, repr=False)
+    """`installed()` blocks that are open."""
+    _stays: bool = field(default=False, repr=False)
+    """By `install()`: until `uninstall()`."""
 
     def _replace(self, owner: Any, name: str, ours: Any) -> None:
         where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
@@ -93,6 +98,7 @@ class Installation:
                     setattr(module, name, original)
 
 
+_lock = threading.RLock()  # evals run in threads, too
 _installed: Installation | None = None
 
 
@@ -102,11 +108,21 @@ def install(options: Options | None = None) -> Installation:
     Raises `ImportError` for a version of verifiers whose shape is another one, `RuntimeError` if it is installed
     already with other options. Call it before the eval, or use `installed()`. Logs (INFO) what was replaced.
     """
+    with _lock:
+        made = _install(options or Options())
+        made._stays = True
+        return made
+
+
+def _install(options: Options) -> Installation:
     global _installed
-    options = options or Options()
     if _installed is not None:
-        if _installed.options != options:
-            raise RuntimeError(f"installed already, with {_installed.options}: uninstall() first")
+        if other := [
+            each.name
+            for each in fields(options)
+            if getattr(options, each.name) != getattr(_installed.options, each.name)
+        ]:
+            raise RuntimeError(f"installed already, with another {', '.join(other)}: uninstall() first")
         return _installed
     check_shape()
     made = Installation(options)
@@ -138,21 +154,26 @@ def install(options: Options | None = None) -> Installation:
 def uninstall() -> None:
     """Give verifiers its own back; what is running goes on as it was begun. Nothing happens if nothing is installed."""
     global _installed
-    if _installed is not None:
-        _installed._restore()
-        _installed = None
+    with _lock:
+        if _installed is not None:
+            _installed._restore()
+            _installed = None
 
 
 @contextmanager
 def installed(options: Options | None = None) -> Iterator[Installation]:
-    """`install` until the context is left. Inside an installation with the same options it changes nothing."""
-    before = _installed
-    made = install(options)
+    """`install` until the context is left, or the last one of several that overlap in threads or tasks; where `install`
+    was called, until `uninstall`. Raises as `install` does."""
+    with _lock:
+        made = _install(options or Options())
+        made._blocks += 1
     try:
         yield made
     finally:
-        if before is None:
-            uninstall()
+        with _lock:
+            made._blocks -= 1
+            if made is _installed and not made._blocks and not made._stays:
+                uninstall()
 
 
 def current() -> Installation | None:
@@ -169,9 +190,11 @@ def original(name: str) -> Any:
 def check_shape() -> None:
     """`ImportError` if verifiers is not as ours expect it."""
     faults = []
-    for importers in IMPORTERS.values():
-        for module in importers:
+    for module in dict.fromkeys(module for modules in IMPORTERS.values() for module in modules):
+        try:
             importlib.import_module(module)
+        except ImportError as error:
+            faults.append(f"{module} cannot be imported ({error})")
     for path, expected in SHAPE.items():
         try:
             found = list(inspect.signature(_named(path)).parameters)
@@ -181,7 +204,8 @@ def check_shape() -> None:
         if missing := [name for name in expected if name not in found]:
             faults.append(f"{path} takes no {', '.join(missing)}")
     for name, modules in IMPORTERS.items():
-        faults += [f"{module} has no {name}" for module in modules if not hasattr(sys.modules[module], name)]
+        loaded = [module for module in modules if module in sys.modules]
+        faults += [f"{module} has no {name}" for module in loaded if not hasattr(sys.modules[module], name)]
     if faults:
         raise ImportError(
             f"verifiers {version('verifiers')} is not as this integration knows it (0.4.0): {'; '.join(faults)}. "

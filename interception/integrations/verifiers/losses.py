@@ -2,33 +2,60 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Iterator
 
 from verifiers.v1.errors import TunnelError as TheirTunnelError
 from verifiers.v1.session import RolloutSession
 
-from tunnel import Tunnel, TunnelError
+from tunnel import StateChanged, Tunnel, TunnelError, TunnelEvent
+
+
+class Way:
+    """A tunnel that rollouts need, and how they know what is behind it."""
+
+    def __init__(self, tunnel: Tunnel, identity: str | None) -> None:
+        self.tunnel = tunnel
+        self.identity = identity
+        """On the answer of the health route; None: it has no such route."""
+        self.troubled_at = -math.inf
+        """When it was last seen not to serve, on the monotonic clock."""
+
+    def note(self, event: TunnelEvent) -> None:
+        if isinstance(event, StateChanged):
+            self.troubled_at = time.monotonic()  # it does not serve, or did not until now
 
 
 class Watch:
     """One rollout's, from `register` to `unregister`."""
 
-    def __init__(
-        self, session: RolloutSession, tunnel: Tunnel | None, identity: str, troubled_at: Callable[[], float]
-    ) -> None:
+    def __init__(self, session: RolloutSession, way: Way | None) -> None:
         self.session = session
-        self.tunnel = tunnel
-        """Of its server; None: it has none."""
-        self.identity = identity
-        """Of its server, on the answer of the health route."""
-        self.troubled_at = troubled_at
-        """When the tunnel was last seen not to serve, on the monotonic clock."""
+        self.way = way
+        """To its server; None: without a tunnel."""
+        self.tools: dict[str, Way] = {}
+        """To the tool servers it uses, by their public URLs."""
+        self._task: asyncio.Task[object] | None = None
+        self._cancellations = 0
         self.error: TheirTunnelError | None = None
         """Why it is lost. Kept here, for verifiers clears `session.error` on the way."""
         self.lost = asyncio.Event()
         """Set with `error`."""
-        self.shared_tools: set[str] = set()
-        """URLs of the shared tool servers it uses."""
+
+    def entered(self) -> None:
+        """Told by the task that runs the rollout."""
+        self._task = asyncio.current_task()
+        self._cancellations = 0 if self._task is None else self._task.cancelling()
+
+    @property
+    def ways(self) -> list[Way]:
+        return [*([] if self.way is None else [self.way]), *self.tools.values()]
+
+    @property
+    def abandoned(self) -> bool:
+        """Its task is cancelled: what becomes of it, nobody asks any more."""
+        return self._task is not None and self._task.cancelling() > self._cancellations
 
     def lose(self, reason: str, cause: BaseException | None = None) -> None:
         """The rollout has lost a tunnel: its calls end, nothing is recorded any more. The first loss stays."""

@@ -12,12 +12,13 @@ from verifiers.v1.interception.tunnel import CustomTunnelConfig as TheirCustomCo
 from verifiers.v1.interception.tunnel import PrimeTunnelConfig as TheirPrimeConfig
 
 from interception.config import (
+    BaseInterceptionConfig,
     ElasticInterceptionPoolConfig,
     InterceptionConfig,
     InterceptionServerConfig,
     StaticInterceptionPoolConfig,
 )
-from tunnel import CustomTunnelConfig, PrimeTunnelConfig, TunnelConfig
+from tunnel import BaseTunnelConfig, CustomTunnelConfig, PrimeTunnelConfig, TunnelConfig
 
 AnyConfig: TypeAlias = (
     TheirServerConfig
@@ -50,11 +51,25 @@ class Options:
     writes where its parent does, and its workers to files that go with it; their ends are in its errors."""
 
     def __post_init__(self) -> None:
+        # verifiers' configs have the same names.
+        if not isinstance(self.tunnel, BaseTunnelConfig):
+            raise TypeError(f"tunnel must be a config from `tunnel`, like SshTunnelConfig, not {_kind(self.tunnel)}")
+        if not isinstance(self.interception, BaseInterceptionConfig | None):
+            raise TypeError(
+                "interception must be a config from `interception`, like ElasticInterceptionPoolConfig, "
+                f"not {_kind(self.interception)}"
+            )
+        if not isinstance(self.grace, int | float):
+            raise TypeError(f"grace must be a number of seconds, not {self.grace!r}")
         ElasticInterceptionPoolConfig(tunnel=self.tunnel)  # it says what cannot be made many times over, and why
         if not self.grace >= 0:
             raise ValueError(f"grace must be 0 or more seconds, not {self.grace!r}")
         if self.broker_log is not None and not self.broker:
             raise ValueError("broker_log is the log of our broker: set broker=True as well")
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 _adapter = TypeAdapter(Options)

@@ -79,6 +79,7 @@ class _Pool(Interception):  # type: ignore[misc] # untyped
                 slot = await stack.enter_async_context(self.pool.acquire(session))
             watched = watch_of(session.trace.id)
             assert watched is not None
+            watched.entered()
             yield slot.base_url, slot.model_secret, slot.state_secret
             await serves(watched)
         watched.raise_if_unrecorded()

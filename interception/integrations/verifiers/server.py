@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import math
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -15,7 +13,7 @@ from verifiers.v1.interception import InterceptionServerConfig as TheirServerCon
 from verifiers.v1.session import RolloutSession
 
 from interception.config import InterceptionServerConfig
-from interception.integrations.verifiers.losses import Watch, as_theirs, forget, watch, watch_of
+from interception.integrations.verifiers.losses import Watch, Way, as_theirs, forget, watch, watch_of
 from interception.integrations.verifiers.options import Options, as_ours
 from interception.integrations.verifiers.verdict import serves
 from tunnel import HEALTH_PATH, IDENTITY_HEADER, StateChanged, Tunnel, TunnelError, TunnelEvent, make_tunnel
@@ -62,7 +60,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
         self._lifecycle = asyncio.Lock()
         self._started = False
         self._has_health_route = False
-        self._troubled_at = -math.inf
+        self._way = None if self.tunnel is None else Way(self.tunnel, self.identity)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -179,7 +177,7 @@ class Member(Stock):  # type: ignore[misc] # untyped
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
         pair: tuple[str, str] = super().register(session)
-        watch(Watch(session, self.tunnel, self.identity, lambda: self._troubled_at))
+        watch(Watch(session, self._way))
         return pair
 
     def unregister(self, model_secret: str, state_secret: str) -> None:
@@ -193,8 +191,9 @@ class Member(Stock):  # type: ignore[misc] # untyped
     def _tunnel_event(self, event: TunnelEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
+        if self._way is not None:
+            self._way.note(event)
         if isinstance(event, StateChanged):
-            self._troubled_at = time.monotonic()  # it does not serve, or did not until now
             self._changed()
 
     def _tunnel_gone(self) -> None:
@@ -243,6 +242,7 @@ class InterceptionServer(Member):
         pair = self.register(session)
         watched = watch_of(session.trace.id)
         assert watched is not None
+        watched.entered()
         try:
             yield self.base_url, *pair
             await serves(watched)

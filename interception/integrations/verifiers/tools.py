@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from verifiers.v1.errors import TunnelError as TheirTunnelError
 
-from interception.integrations.verifiers.losses import as_theirs, watch_of, watches
+from interception.integrations.verifiers.losses import Way, as_theirs, watch_of, watches
 from interception.integrations.verifiers.options import Options
+from interception.integrations.verifiers.verdict import serves
 from tunnel import HEALTH_PATH, TunnelGoneError, make_tunnel
 from tunnel.probe import probe
 
@@ -26,8 +27,8 @@ HEALTH_TIMEOUT = 5.0
 _served: ContextVar[str | None] = ContextVar("interception_verifiers_served", default=None)
 """The id of the trace whose tool servers are being started; None: shared ones."""
 
-_lost_shared: dict[str, str] = {}
-"""Public URLs of shared tool servers whose tunnel was lost, with why, until they are stopped."""
+_shared: dict[str, Way] = {}
+"""To the shared tool servers on this host, by their public URLs, until they are stopped."""
 
 
 class ToolTunnel:
@@ -53,23 +54,28 @@ class ToolTunnel:
                     # In a container, where we are not installed. MCP's answer to a GET is no gateway's 404.
                     tunnel.health_path, tunnel.any_path = None, "/mcp"
                 url = await stack.enter_async_context(tunnel.expose(port))
-            stack.callback(_lost_shared.pop, url, None)
-            tunnel.on_gone = lambda: _tell(served, url, tunnel.gone)
+            way = Way(tunnel, local.identity)
+            tunnel.on_event = way.note
+            watched = watch_of(served)
+            ways = _shared if served is None else {} if watched is None else watched.tools
+            ways[url] = way
+            stack.callback(ways.pop, url, None)
+            tunnel.on_gone = lambda: _tell(way, shared=served is None)
             yield url
 
 
-def _tell(served: str | None, url: str, gone: TunnelGoneError | None) -> None:
-    reason = f"the tunnel of a tool server was lost: {gone}"
-    if served is not None:
-        if (watched := watch_of(served)) is not None:
-            watched.lose(reason, gone)
-        return
-    # Nobody restarts a shared tool server: whoever needs it fails, and the eval goes on.
-    logger.error("the tunnel of a shared tool server was lost, rollouts that use it fail from now on: %s", gone)
-    _lost_shared[url] = reason
+def _tell(way: Way, shared: bool) -> None:
+    gone = way.tunnel.gone
+    if shared:
+        # Nobody restarts a shared tool server: whoever needs it fails, and the eval goes on.
+        logger.error("the tunnel of a shared tool server was lost, rollouts that use it fail from now on: %s", gone)
     for watched in watches():
-        if any(_under(tool, url) for tool in watched.shared_tools):
-            watched.lose(reason, gone)
+        if way in watched.tools.values():
+            watched.lose(_reason(gone), gone)
+
+
+def _reason(gone: TunnelGoneError | None) -> str:
+    return f"the tunnel of a tool server was lost: {gone}"
 
 
 def _under(tool_url: str, url: str) -> bool:
@@ -87,12 +93,14 @@ def told(serve_tools: ServeTools) -> ServeTools:
         toolsets: list[Any], harness_runtime: Any, shared: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, str]]:
         trace_id = kwargs.get("state_route") or ""
-        if (watched := watch_of(trace_id)) is not None:
-            watched.shared_tools = {server.url for server in (shared or {}).values()}
+        watched = watch_of(trace_id)
         for server in (shared or {}).values():
-            for url, reason in _lost_shared.items():
+            for url, way in _shared.items():
                 if _under(server.url, url):
-                    raise TheirTunnelError(reason)
+                    if (gone := way.tunnel.gone) is not None:
+                        raise TheirTunnelError(_reason(gone))
+                    if watched is not None:
+                        watched.tools[url] = way
         async with AsyncExitStack() as stack:
             # Only while they are started: the rest of the rollout's task is not about tool servers.
             token = _served.set(trace_id)
@@ -101,6 +109,9 @@ def told(serve_tools: ServeTools) -> ServeTools:
             finally:
                 _served.reset(token)
             yield urls
+            if watched is not None and watched.tools:
+                await serves(watched)  # while their tunnels are open
+                watched.tools.clear()
 
     return told_serve_tools
 

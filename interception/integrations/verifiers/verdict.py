@@ -1,12 +1,11 @@
-"""Whether a rollout's URL still served at its harness's end: a harness sees a dead one before the keepalive does."""
+"""Whether a rollout's URLs still served at its harness's end: a harness sees a dead one before the keepalive does."""
 
 import asyncio
 import logging
 import time
 from contextlib import suppress
 
-from interception.integrations.verifiers.losses import Watch
-from tunnel import HEALTH_PATH, Tunnel
+from interception.integrations.verifiers.losses import Watch, Way
 from tunnel.probe import probe
 
 logger = logging.getLogger("interception")
@@ -28,28 +27,32 @@ NOT_ITS_OWN = ("path_fault", "local_down")
 async def was_at_fault(watched: Watch) -> bool:
     """A harness has failed: whether its tunnel did not serve. Returns when that is known, and lost or mended."""
     known = watched.session.error is not None  # a model call's own failure, which verifiers will name
-    troubled = not known and watched.tunnel is not None and time.monotonic() - watched.troubled_at() < RECENT
+    troubled = not known and any(time.monotonic() - way.troubled_at < RECENT for way in watched.ways)
     return not await serves(watched) or troubled or watched.error is not None
 
 
 async def serves(watched: Watch) -> bool:
-    """Whether the URL serves just now, by a request through it.
+    """Whether each URL that the rollout needs serves just now, by a request through it.
 
-    If it does not, this waits until it is mended (still False) or gone; after `VERDICT_TIMEOUT` the rollout is lost.
+    If one does not, this waits until it is mended (still False) or gone; after `VERDICT_TIMEOUT` the rollout is lost.
     """
-    tunnel = watched.tunnel
-    if tunnel is None or watched.error is not None:
-        return watched.error is None
-    if await _answers(tunnel, watched.identity):
+    if watched.error is not None:
+        return False
+    return all(await asyncio.gather(*(_serves(watched, way) for way in watched.ways)))
+
+
+async def _serves(watched: Watch, way: Way) -> bool:
+    tunnel = way.tunnel
+    if watched.abandoned or await _answers(way):
         return True
     tunnel.report("a harness has ended, and a request through the URL fails")
     with suppress(TimeoutError):
         async with asyncio.timeout(VERDICT_TIMEOUT):
-            while watched.error is None and tunnel.state.name not in NOT_ITS_OWN:
+            while watched.error is None and tunnel.state.name not in NOT_ITS_OWN and not watched.abandoned:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY):
                         await watched.lost.wait()
-                if watched.error is None and await _answers(tunnel, watched.identity):
+                if watched.error is None and await _answers(way):
                     return False
             return watched.error is None
     watched.lose(
@@ -58,8 +61,12 @@ async def serves(watched: Watch) -> bool:
     return False
 
 
-async def _answers(tunnel: Tunnel, identity: str) -> bool:
+async def _answers(way: Way) -> bool:
+    tunnel = way.tunnel
     if tunnel.url is None:
         return False
-    answer = await probe(tunnel.url + HEALTH_PATH, timeout=tunnel.policy.probe_timeout, through_proxy=True)
-    return answer.status == 200 and answer.identity == identity
+    path = tunnel.health_path or tunnel.any_path
+    answer = await probe(tunnel.url + path, timeout=tunnel.policy.probe_timeout, through_proxy=True)
+    if tunnel.health_path is None:  # a gateway's own would be 404, or one of its failures
+        return answer.status is not None and answer.status != 404 and answer.status < 500
+    return answer.status == 200 and answer.identity == way.identity

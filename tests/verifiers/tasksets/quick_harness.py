@@ -14,6 +14,8 @@ from verifiers.v1.runtimes import ProgramResult
 
 class QuickConfig(HarnessConfig):
     turns: int = 2
+    retries: int = 2
+    """The SDK's own: some 1.4 s."""
     swallow: bool = False
     """Exits 0 whatever became of its calls."""
     hangs: bool = False
@@ -46,7 +48,9 @@ class Quick(vf.Harness[QuickConfig]):
             trace.info.update(NOTES)
         said: list[Any] = []
         try:
-            async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=60) as client:
+            async with openai.AsyncOpenAI(
+                base_url=endpoint, api_key=secret, timeout=60, max_retries=self.config.retries
+            ) as client:
                 for _ in range(self.config.turns):
                     said.append({"role": "user", "content": data.prompt})
                     answer = await client.chat.completions.create(model=ctx.model, messages=said)

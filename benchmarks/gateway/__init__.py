@@ -1,0 +1,1 @@
+"""How fast a model call comes through: see `benchmarks/README.md`."""
