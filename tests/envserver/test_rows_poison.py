@@ -14,6 +14,7 @@ import pytest
 from envserver.pool import EnvServerPool
 from tests.envserver.caller import Caller
 from tests.envserver.test_pool import QUICK, children, pool_of, ready
+from tests.envserver.test_watch import WATCHFUL
 from tests.helpers import until
 
 POLICY = dataclasses.replace(QUICK, suspect_after=2)
@@ -183,6 +184,29 @@ async def test_a_lone_worker_that_cannot_be_started_is_tried_again_and_then_its_
         assert pool.states()["lone"] == 1
         await caller.ask("cancel", {"request_id": held.decode()})
         await caller.reply(held)
+
+
+async def test_a_lone_worker_that_a_signal_has_stopped_is_killed_counts_nothing_and_blocks_nobody(
+    tmp_path: Path,
+) -> None:
+    policy = dataclasses.replace(WATCHFUL, suspect_after=2)
+    async with watched(1, policy=policy) as (pool, caller):
+        await make_suspect(pool, caller, do="hold")
+        first, second = [await caller.send("run", {"do": "hold"}) for _ in range(2)]
+        await until(lambda: pool.in_flight == 1)
+        (stopped,) = [worker for worker in pool._workers.values() if worker.requests]
+        assert stopped.slot.lone
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert "it had been stopped by a signal" in (await caller.reply(first))["error"]
+        await until(lambda: pool.in_flight == 1)
+        (fresh,) = [worker for worker in pool._workers.values() if worker.requests]
+        assert fresh.slot.lone
+        assert fresh.pid != stopped.pid
+        (task,) = pool._quarantine._records._records.values()
+        assert (task.count, task.lone) == (2, [])
+        await caller.ask("cancel", {"request_id": second.decode()})
+        assert (await caller.reply(second))["error"] == "cancelled"
+        assert pool.states()["ready"] == 1
 
 
 async def test_a_client_that_leaves_takes_its_waiting_runs_with_it() -> None:

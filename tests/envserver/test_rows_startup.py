@@ -111,7 +111,7 @@ async def test_row_20_a_folder_too_long_for_a_socket_is_no_matter_also_when_the_
         assert folder is not None
         environment = psutil.Process(pool._dispatcher.ready[0].pid).environ()
         assert environment["TMPDIR"] == str(long)
-    assert not folder.exists()
+    assert not folder.path.exists()
     assert os.listdir(long) == []
 
 
