@@ -4,8 +4,11 @@ import signal
 
 from hypothesis import settings
 
-# Under nohup it is ignored, and so it would be in each program that a test starts.
+# Under nohup, or in a script's background, they are ignored, and so they would be in each program that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run, so that a gate does not depend on luck. `--hypothesis-profile=explore` looks elsewhere.
 settings.register_profile("repeatable", derandomize=True)
