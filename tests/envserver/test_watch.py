@@ -28,7 +28,13 @@ from tests.helpers import until
 HARD = "tests.envserver.hardships"
 
 WATCHFUL = dataclasses.replace(
-    QUICK, probe_interval=0.25, silent_after=0.5, last_choice_after=0.75, kill_stopped_after=0.75, kill_grace=0.2
+    QUICK,
+    probe_interval=0.25,
+    silent_after=0.5,
+    last_choice_after=0.75,
+    kill_stopped_after=0.75,
+    kill_grace=0.2,
+    blocked_share=0.15,  # the kernel counts in hundredths of a second, and a look is a quarter of one here
 )
 """The same rules with shorter times."""
 
