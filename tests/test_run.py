@@ -1,6 +1,7 @@
 """`interception run`, as a user runs it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -114,7 +116,10 @@ class Home:
             yield Running(process)
         finally:
             if process.returncode is None:
-                process.kill()
+                # Its program as well, which would keep the pipes open and the test waiting.
+                for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
                 await process.wait()
 
     async def run(self, *arguments: str, **variables: str) -> Ran:
