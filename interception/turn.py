@@ -75,7 +75,7 @@ class Exchange:
         self.ended = False
         self.on_end: Callable[[], None] | None = None
         """Called once, when the outcome is known."""
-        self._waiters: list[asyncio.Future[bool]] = []
+        self._waiters: set[asyncio.Future[bool]] = set()
         attempt.started = time.time()
         self._task = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
 
@@ -106,13 +106,13 @@ class Exchange:
         deadline = None if timeout is None else loop.time() + timeout
         while not ready():
             waiter = loop.create_future()
-            self._waiters.append(waiter)
+            self._waiters.add(waiter)
             timer = None if deadline is None else loop.call_at(deadline, _wake, waiter, False)
             try:
                 if not await waiter:
-                    self._waiters.remove(waiter)
                     break
             finally:
+                self._waiters.discard(waiter)  # it may have been woken since its time was over
                 if timer is not None:
                     timer.cancel()
         return ready()
@@ -169,7 +169,7 @@ class Exchange:
         self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             _wake(waiter, True)
 

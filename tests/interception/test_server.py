@@ -32,7 +32,7 @@ from interception import (
     Upstream,
 )
 from interception.echo import EchoModel
-from interception.turn import Exchange
+from interception.turn import Exchange, Failure
 from tests.helpers import until
 from tests.interception.fakes import (
     FakeTunnel,
@@ -652,6 +652,29 @@ class TestFailingUpstream:
         assert (exchange.failure.status, attempt.error) == (500, exchange.failure.message)
         assert "nobody foresaw this" not in exchange.failure.message
         assert attempt.ended is not None
+
+    async def test_a_wait_that_is_over_as_news_come_ends_as_any(self) -> None:
+        loop = asyncio.get_running_loop()
+        exchange = Exchange(Attempt("c"), hang_for_ever)
+        waiting = asyncio.create_task(exchange.wait(lambda: False, 0.0))
+        await asyncio.sleep(0)
+        loop.call_at(loop.time(), exchange.release, b"news")  # in the turn of the loop that ends the wait, after it
+        assert await waiting is False
+        exchange.cancel(Failure(503, "over"))
+
+    async def test_who_waits_no_more_is_forgotten(self) -> None:
+        exchange = Exchange(Attempt("c"), hang_for_ever)
+        waiting = asyncio.create_task(exchange.wait(lambda: False))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not exchange._waiters
+        exchange.cancel(Failure(503, "over"))
+
+
+async def hang_for_ever(exchange: Exchange) -> None:
+    await asyncio.Event().wait()
 
 
 class TestEndOfTheRollout:
