@@ -113,6 +113,23 @@ class TestItsProcess:
         await until(lambda: children() == before)
         assert other_tasks() == tasks
 
+    async def test_a_start_that_is_cancelled_waits_for_no_import(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "endless.py").write_text(
+            f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(3600)"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr("interception.tools.process.STOP_TIMEOUT", 3600.0)
+        before = children()
+        starting = asyncio.create_task(ToolServer("endless:tools").start())
+        await until((tmp_path / "begun").exists)
+        starting.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert children() == before
+
 
 LAUNCHER = """
 import asyncio, sys
