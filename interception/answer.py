@@ -30,6 +30,13 @@ EXCERPT = 500
 """Characters of an upstream's error page that are quoted."""
 
 
+class Content(Protocol):
+    """The body of an answer."""
+
+    async def readany(self) -> bytes: ...
+    def at_eof(self) -> bool: ...
+
+
 class UpstreamAnswer(Protocol):
     """What is asked of an answer: aiohttp's `ClientResponse` is one, and what `interception.wire` reads."""
 
@@ -38,7 +45,7 @@ class UpstreamAnswer(Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
     @property
-    def content(self) -> aiohttp.StreamReader: ...
+    def content(self) -> Content: ...
     async def read(self) -> bytes: ...
 
 

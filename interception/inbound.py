@@ -2,21 +2,14 @@
 
 import asyncio
 import json
-import sys
-import zlib
-from typing import Any, Protocol
+from typing import Any
 
-import brotli
 import msgspec
 from aiohttp import web
 
+from interception.coding import UNDECODABLE, decoder_of
 from interception.sse import dumps, loads
 from interception.turn import Failure
-
-if sys.version_info >= (3, 14):
-    from compression.zstd import ZstdDecompressor, ZstdError
-else:
-    from backports.zstd import ZstdDecompressor, ZstdError
 
 SILENCE = 120.0
 """Seconds without a byte of a body that has begun, after which its sender is told 408. (aiohttp does not tell a handler
@@ -39,7 +32,9 @@ async def read_body(request: web.BaseRequest, cap: int) -> bytes:
     Raises `Failure` 400, 413 or 415; what is left then is for `drain`.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
-    decoder = _decoder(encoding)
+    decoder = decoder_of(encoding)
+    if decoder is None and encoding not in ("", "identity"):
+        raise Failure(415, f"the content-encoding {encoding!r} is not supported: use gzip, deflate, br or zstd")
     if (request.content_length or 0) > cap:
         raise _too_large(cap)
     parts: list[bytes] = []
@@ -52,7 +47,7 @@ async def read_body(request: web.BaseRequest, cap: int) -> bytes:
             if room < 0:
                 raise _too_large(cap)
             parts.append(part)
-    except (zlib.error, brotli.error, ZstdError) as error:
+    except UNDECODABLE as error:
         raise Failure(400, f"the request body is no {encoding}: {error}") from None
     except web.RequestPayloadError as error:
         raise Failure(400, f"the request body did not arrive whole: {error}") from None
@@ -83,81 +78,6 @@ async def drain(request: web.BaseRequest) -> None:
                 pass
     except (TimeoutError, ConnectionError, web.RequestPayloadError):
         pass  # the connection is closed after the answer
-
-
-class _Decoder(Protocol):
-    whole: bool
-    """Nothing is missing at the end (or nothing was fed)."""
-
-    def feed(self, data: bytes, room: int) -> bytes:
-        """What `data` adds, all of it if that is no more than `room`; else some of it, and more than that."""
-        ...
-
-
-class _Deflate:
-    """gzip of one or more members, and deflate with or without zlib's header."""
-
-    def __init__(self, encoding: str) -> None:
-        self._gzip = encoding == "gzip"
-        self._stream: Any = None
-        self.whole = True
-
-    def feed(self, data: bytes, room: int) -> bytes:
-        parts: list[bytes] = []
-        while data and room >= 0:
-            if self._stream is None or (self._gzip and self._stream.eof):
-                header = data[0] & 0x0F == 8
-                self._stream = zlib.decompressobj(31 if self._gzip else 15 if header else -15)
-            if self._stream.eof:
-                raise zlib.error("something follows its end")
-            parts.append(self._stream.decompress(data, room + 1))
-            room -= len(parts[-1])
-            data = self._stream.unused_data
-        self.whole = self._stream.eof
-        return b"".join(parts)
-
-
-class _Zstd:
-    """One or more frames."""
-
-    def __init__(self) -> None:
-        self._frame: Any = None
-        self.whole = True
-
-    def feed(self, data: bytes, room: int) -> bytes:
-        parts: list[bytes] = []
-        while data and room >= 0:
-            if self._frame is None or self._frame.eof:
-                self._frame = ZstdDecompressor()
-            parts.append(self._frame.decompress(data, room + 1))
-            room -= len(parts[-1])
-            data = self._frame.unused_data
-        self.whole = self._frame.eof
-        return b"".join(parts)
-
-
-class _Brotli:
-    def __init__(self) -> None:
-        self._stream = brotli.Decompressor()
-        self.whole = True
-
-    def feed(self, data: bytes, room: int) -> bytes:
-        part: bytes = self._stream.process(data, output_buffer_limit=room + 1)
-        self.whole = self._stream.is_finished()
-        return part
-
-
-def _decoder(encoding: str) -> _Decoder | None:
-    match encoding:
-        case "" | "identity":
-            return None
-        case "gzip" | "deflate":
-            return _Deflate(encoding)
-        case "zstd":
-            return _Zstd()
-        case "br":
-            return _Brotli()
-    raise Failure(415, f"the content-encoding {encoding!r} is not supported: use gzip, deflate, br or zstd")
 
 
 # -- as JSON ---------------------------------------------------------------------------------------

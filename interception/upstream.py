@@ -1,11 +1,9 @@
 """Speaking to the upstreams: one shared client for each distinct one."""
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -14,13 +12,11 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from interception.answer import UpstreamAnswer
+from interception.connecting import Unreachable
+from interception.connection import NoHttp
 from interception.session import Upstream
 from interception.turn import Failure
-
-if TYPE_CHECKING:
-    from interception.wire import Wire
-
-logger = logging.getLogger("interception")
+from interception.wire import Wire
 
 PIECE = 256 * 1024
 """Bytes of a body that are handed to the connection at once."""
@@ -29,55 +25,47 @@ ClientKey = tuple[str, float, float | None]
 
 
 class UpstreamClients:
-    """The HTTP clients of a server. They are made on first use and closed together."""
+    """The connections of a server to its upstreams. They are made on first use and closed together."""
 
     def __init__(self) -> None:
-        self._clients: dict[ClientKey, tuple[aiohttp.ClientSession, Wire | None]] = {}
-        self._fell_back = False
+        self._clients: dict[ClientKey, aiohttp.ClientSession] = {}
+        self._wires: dict[ClientKey, Wire | None] = {}
+        """The short way for turns, which knows of no proxies."""
 
-    def _client(self, upstream: Upstream) -> "tuple[aiohttp.ClientSession, Wire | None]":
-        """The client, and its short way for turns, which knows of no proxies."""
-        key = (upstream.base_url, upstream.connect_timeout, upstream.idle_timeout)
-        known = self._clients.get(key)
-        if known is not None:
-            return known
-        proxy = proxy_for(upstream.base_url)
-        client = aiohttp.ClientSession(
-            # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            proxy=proxy,
-            auto_decompress=True,
-        )
-        self._clients[key] = client, None if proxy is not None else self._wire(client, upstream)
+    def _client(self, upstream: Upstream) -> aiohttp.ClientSession:
+        key = _key(upstream)
+        if key not in self._clients:
+            self._clients[key] = aiohttp.ClientSession(
+                # Without a limit: aiohttp's own of 100 connections would make rollouts wait for one another.
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=upstream.connect_timeout, sock_read=upstream.idle_timeout
+                ),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                proxy=proxy_for(upstream.base_url),
+                auto_decompress=True,
+            )
         return self._clients[key]
 
-    def _wire(self, client: aiohttp.ClientSession, upstream: Upstream) -> "Wire | None":
-        try:
-            from interception.wire import Wire
-
-            return Wire(client, URL(upstream.base_url, encoded=True))
-        except aiohttp.InvalidURL:
-            return None  # each call is told so
-        except Exception:  # whatever comes of parts that are others in a new aiohttp
-            if not self._fell_back:
-                self._fell_back = True
-                logger.warning(
-                    "aiohttp %s has not the parts that this version knows: turns take the slower way, by its client",
-                    aiohttp.__version__,
-                    exc_info=True,
+    def _wire(self, upstream: Upstream) -> Wire | None:
+        key = _key(upstream)
+        if key not in self._wires:
+            wire = None
+            if proxy_for(upstream.base_url) is None:
+                wire = Wire(
+                    URL(upstream.base_url, encoded=True),
+                    connect_timeout=upstream.connect_timeout,
+                    idle_timeout=upstream.idle_timeout,
                 )
-            return None
+            self._wires[key] = wire
+        return self._wires[key]
 
     def post(
         self, upstream: Upstream, url: str, *, headers: CIMultiDict[str], body: bytes
     ) -> AbstractAsyncContextManager[UpstreamAnswer]:
         """The request of a turn."""
-        _, wire = self._client(upstream)
-        if wire is None or len(body) > PIECE:
+        wire = self._wire(upstream) if len(body) <= PIECE else None
+        if wire is None:
             return self.request(upstream, "POST", url, headers=headers, body=body)
         return wire.post(url, headers, body)
 
@@ -88,12 +76,17 @@ class UpstreamClients:
         data: bytes | AsyncIterator[memoryview] | None = body
         if body is not None and len(body) > PIECE:
             data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
-        client, _ = self._client(upstream)
+        client = self._client(upstream)
         return client.request(method, URL(url, encoded=True), headers=headers, data=data, allow_redirects=False)
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.close() for client, _ in clients))
+        wires, self._wires = [wire for wire in self._wires.values() if wire is not None], {}
+        await asyncio.gather(*(client.close() for client in clients), *(wire.close() for wire in wires))
+
+
+def _key(upstream: Upstream) -> ClientKey:
+    return upstream.base_url, upstream.connect_timeout, upstream.idle_timeout
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
@@ -132,11 +125,11 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
         return Failure(504, f"the upstream {where} sent nothing for {upstream.idle_timeout or 0:g} s")
     if isinstance(error, aiohttp.InvalidURL):
         return Failure(502, f"the upstream {where} has no valid URL")
-    if isinstance(error, aiohttp.ClientConnectorError):
+    if isinstance(error, aiohttp.ClientConnectorError | Unreachable):
         return Failure(503, f"the upstream {where} cannot be reached: {_reason(error.os_error)}")
     if isinstance(error, aiohttp.ClientPayloadError):
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
-    if isinstance(error, aiohttp.ClientResponseError):  # it would quote what came
+    if isinstance(error, aiohttp.ClientResponseError | NoHttp):  # it would quote what came
         return Failure(502, f"the upstream {where} sent no valid HTTP answer")
     if isinstance(error, aiohttp.ServerDisconnectedError):  # its own text may be all of a head that came by halves
         return Failure(503, f"the upstream {where} closed the connection before it had answered")

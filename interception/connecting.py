@@ -1,0 +1,96 @@
+"""Making connections to one origin: its addresses, which are asked for again from time to time, and TLS."""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Final, TypeVar
+
+import aiohappyeyeballs
+import aiohttp
+from yarl import URL
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+ADDRESSES_KEPT: Final = 10.0
+"""Seconds for which a name's addresses are not asked for again."""
+
+HAPPY_EYEBALLS_DELAY: Final = 0.25
+"""Seconds after which the next address is tried beside one that does not answer (RFC 8305)."""
+
+Address = aiohappyeyeballs.AddrInfoType
+
+
+class Unreachable(aiohttp.ClientConnectionError):
+    """No connection to the upstream, for the reason that the system (or TLS) gives."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(str(reason))
+        self.os_error = reason
+
+
+class Origin:
+    """Where connections go."""
+
+    def __init__(self, url: URL, timeout: float) -> None:
+        """`timeout`: seconds until a connection must be there. `aiohttp.InvalidURL` where no host is named."""
+        if not url.raw_host or url.port is None:
+            raise aiohttp.InvalidURL(url)
+        self.host = url.raw_host
+        self.port = url.port
+        self.timeout = timeout
+        self._tls = url.scheme == "https"
+        self._lookup: asyncio.Task[Sequence[Address]] | None = None
+        self._asked = 0.0
+
+    async def connect(self, protocol: Callable[[], P]) -> P:
+        """A new connection. `Unreachable`, or `aiohttp.ConnectionTimeoutError`."""
+        loop = asyncio.get_running_loop()
+        connected: socket.socket | None = None
+        try:
+            async with asyncio.timeout(self.timeout):
+                connected = await aiohappyeyeballs.start_connection(
+                    await self._addresses(loop), happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY, loop=loop
+                )
+                name = self.host if self._tls else None
+                tls = _tls() if self._tls else None
+                _, made = await loop.create_connection(protocol, sock=connected, ssl=tls, server_hostname=name)
+                return made
+        except BaseException as error:
+            if connected is not None:
+                connected.close()
+            if isinstance(error, TimeoutError):
+                raise aiohttp.ConnectionTimeoutError(f"no connection within {self.timeout:g} s") from None
+            if isinstance(error, OSError):
+                raise Unreachable(error) from None
+            raise
+
+    def close(self) -> None:
+        if self._lookup is not None:
+            self._lookup.cancel()
+
+    async def _addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[Address]:
+        if self._lookup is None or (self._lookup.done() and self._stale(self._lookup, loop.time())):
+            self._lookup = loop.create_task(self._look_up(loop))
+            self._asked = loop.time()
+        # Of all that wait for it one may be cancelled.
+        return await asyncio.shield(self._lookup)
+
+    def _stale(self, lookup: "asyncio.Task[Sequence[Address]]", now: float) -> bool:
+        return lookup.cancelled() or lookup.exception() is not None or now - self._asked > ADDRESSES_KEPT
+
+    async def _look_up(self, loop: asyncio.AbstractEventLoop) -> Sequence[Address]:
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
