@@ -119,6 +119,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close it here and now: to close it in order would wait for ever for a peer that does not read."""
+        self._error = self._error or _broken_body  # that we ended it is not the end of an answer
         if self.transport is not None:
             self.transport.abort()
 
@@ -162,15 +163,16 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._until_end and self._headed and exc is None:
-            self._whole = True
-        elif self._headed:
-            self._error = self._error or _broken_body
-        elif isinstance(exc, OSError):
-            args = exc.args
-            self._error = self._error or (lambda: aiohttp.ClientOSError(*args))
-        else:
-            self._error = self._error or aiohttp.ServerDisconnectedError
+        if self._error is None:
+            if self._headed and self._until_end and exc is None:
+                self._whole = True
+            elif self._headed:
+                self._error = _broken_body
+            elif isinstance(exc, OSError):
+                args = exc.args
+                self._error = lambda: aiohttp.ClientOSError(*args)
+            else:
+                self._error = aiohttp.ServerDisconnectedError
         self.transport = self._parser = None  # which refers to us
         self.reusable = False
         if self._timer is not None:

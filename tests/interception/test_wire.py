@@ -246,7 +246,8 @@ async def test_one_that_was_lost_before_it_could_be_written_to_is_too(monkeypatc
 
     async def lost(origin: Origin, protocol: Callable[[], Connection]) -> Connection:
         connection = await connect(origin, protocol)
-        connection.abort()
+        assert connection.transport is not None
+        connection.transport.abort()
         await connection.lost
         return connection
 
@@ -271,6 +272,24 @@ async def test_timeouts_and_refusals_are_told_as_before() -> None:
             status, message = await outcome(made, upstream(unreachable), wire=True)
             assert status == 503
             assert "cannot be reached" in message
+
+
+@pytest.mark.parametrize("name", ["no end of the chunks", "until the end", "of old", "half a head"])
+async def test_silence_is_not_the_end_of_an_answer(name: str) -> None:
+    async with Peer(ANSWERS[name]).serving() as url, clients() as made:
+        assert (await outcome(made, upstream(url, idle_timeout=0.05), wire=True))[0] in (502, 504)
+        await ends_seen(made)
+
+
+async def test_nor_is_the_servers_stop() -> None:
+    async with Peer(ANSWERS["until the end"]).serving() as url, clients() as made:
+        to = upstream(url)
+        async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+            reading = asyncio.create_task(answer.read())
+            await asyncio.sleep(0)
+            await made.close()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await reading
 
 
 async def test_a_connection_that_is_not_made_in_time_is_504(monkeypatch: pytest.MonkeyPatch) -> None:
