@@ -160,7 +160,7 @@ def _is_lost(value: Any, text: Any) -> str:
         return next(filter(None, (_is_lost(one, told) for told in (None, MASK) if told in text for one in value)), "")
     if text is None and isinstance(value, float) and not math.isfinite(value):
         return "there is a NaN or an infinity in it"
-    if text == MASK and isinstance(value, Secret | SecretStr | SecretBytes):
+    if text == MASK and isinstance(value, Secret | SecretStr | SecretBytes) and value.get_secret_value() != MASK:
         return (
             f"there is a {type(value).__name__} in it, of which pydantic writes asterisks: what was read could not be "
             "written back. Make it a plain type, or give its field a field_serializer that tells the value"

@@ -66,7 +66,7 @@ def with_state(tool: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{name} of the tool {tool.__name__}: State and Task go outside: State[Board | None]")
         for mark in getattr(hint, "__metadata__", ()):
             if isinstance(mark, _Injected):
-                wanted[name] = mark.what, TypeAdapter(hint.__origin__)
+                wanted[name] = mark.what, TypeAdapter(hint)  # with what else it is annotated with
     if not wanted:
         return tool
     states = [name for name, (what, _) in wanted.items() if what == "state"]

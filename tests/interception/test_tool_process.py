@@ -66,7 +66,7 @@ class TestItsProcess:
         before = children()
         async with rollout(ToolServer(f"{SPEC}:tools")) as running:
             client = running.client()
-            pids = [int(text(await client.call(tool))) for tool in ("pid", "child")]
+            pids = [int(text(await client.call(tool))) for tool in ("pid", "child", "daemon")]
         await until(lambda: not any(alive(pid) for pid in pids))
         assert children() == before
 
@@ -142,7 +142,7 @@ async def main():
     async with InterceptionServer() as server, ToolServer(sys.argv[1]) as tools, server.acquire(session) as slot:
         async with tools.acquire(session, slot) as mine:
             client = ToolClient(mine)
-            pids = [(await client.call(tool)).structured_content["result"] for tool in ("pid", "child")]
+            pids = [(await client.call(tool)).structured_content["result"] for tool in ("pid", "child", "daemon")]
             holding = asyncio.create_task(client.call(sys.argv[2])) if sys.argv[2] else None
             await asyncio.sleep(0.2)
             print(*pids, flush=True)
