@@ -141,7 +141,10 @@ def as_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
     `SecretStr`s."""
     text = adapter.dump_json(value, by_alias=True, round_trip=True, warnings="error")
     if b"NaN" in text or b"Infinity" in text:
-        pydantic_core.from_json(text, allow_inf_nan=False)
+        try:
+            pydantic_core.from_json(text, allow_inf_nan=False)
+        except ValueError:
+            raise ValueError("there is a NaN or an infinity in it") from None
     # pydantic writes them as null, without a word, where the type's config does not say otherwise; and masks secrets.
     if (b"null" in text or MASK.encode() in text) and (
         lost := _is_lost(adapter.dump_python(value, by_alias=True, round_trip=True), json.loads(text))
