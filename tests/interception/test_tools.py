@@ -19,7 +19,7 @@ from interception.demo.relay import SshRelay
 from interception.tools import OutcomeUnknownError, ToolClient, ToolServer
 from tests.helpers import until
 from tests.interception import tool_module
-from tests.interception.fakes import FakeTunnel, new_session
+from tests.interception.fakes import FakeTunnel, new_session, other_tasks
 from tests.interception.tool_module import SPEC, ran
 from tests.interception.tool_rollouts import both, rollout, sdk, text, tools_of
 from tests.prime import FakePrime
@@ -248,6 +248,67 @@ class TestTheEndOfItsTunnel:
 
         with pytest.raises(TunnelError, match="the tool server was stopped"):
             await play()
+
+
+class TestCancelledTwice:
+    """At any await: by the count of the event loop's rounds, which takes it through all of them."""
+
+    @staticmethod
+    async def cancel_twice(task: "asyncio.Task[Any]", rounds: int) -> bool:
+        """Whether it was cancelled; else it was quicker."""
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    async def test_a_start_leaves_nothing(self) -> None:
+        before, ends = other_tasks(), set()
+        for rounds in range(0, 60, 4):
+            server = ToolServer([tool_module.pid], tunnel=(tunnel := FakeTunnel()))
+            cancelled = await self.cancel_twice(asyncio.create_task(server.start()), rounds)
+            ends.add(cancelled)
+            assert tunnel.connected is not cancelled
+            await server.stop()
+            assert not tunnel.connected
+            assert other_tasks() == before
+        assert ends == {True, False}
+
+    async def test_a_stop_leaves_nothing_either(self) -> None:
+        before = other_tasks()
+        for rounds in (1, 2, 3, 5, 8, 13):  # one that never began stops nothing
+            server = ToolServer([tool_module.pid], tunnel=(tunnel := FakeTunnel()))
+            await server.start()
+            port = urlsplit(server.url).port
+            await self.cancel_twice(asyncio.create_task(server.stop()), rounds)
+            assert not tunnel.connected
+            assert other_tasks() == before
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    @both
+    async def test_a_rollout_that_comes_or_goes_is_served_no_longer(self, where: str) -> None:
+        async with (
+            InterceptionServer() as interception,
+            ToolServer(tools_of(where)) as server,
+            interception.acquire(session := new_session()) as slot,
+            aiohttp.ClientSession() as http,
+        ):
+            secrets: list[str] = []
+
+            async def play() -> None:
+                async with server.acquire(session, slot) as tools:
+                    secrets.append(tools.secret)
+                    await asyncio.Event().wait()
+
+            for rounds in range(0, 12, 2):
+                assert await self.cancel_twice(asyncio.create_task(play()), rounds)
+                assert server.load == 0
+            for secret in secrets:
+                async with http.get(server.url, headers={"Authorization": f"Bearer {secret}"}) as refused:
+                    assert refused.status == 401
 
 
 class TestWhoIsServed:
