@@ -1,5 +1,6 @@
 """Calling MCP tools over a connection that may break: again where that does no harm, and never twice where it might."""
 
+import asyncio
 import functools
 import json
 import ssl
@@ -114,6 +115,7 @@ class ToolClient:
 
     async def _once(self, work: "Callable[[Client], Awaitable[T]]", method: str) -> T:
         """One attempt, over a connection of its own: a fault ends that, and with it the SDK's session."""
+        await asyncio.to_thread(_import_sdk)
         import httpx2
         from mcp import Client, MCPError
         from mcp.client.streamable_http import streamable_http_client
@@ -149,6 +151,13 @@ class ToolClient:
             if not seen.is_mcp or error.code in (CONNECTION_CLOSED, PARSE_ERROR, REQUEST_TIMEOUT):
                 raise _NoAnswer(str(error), sent=seen.sent) from raised  # the SDK's own word for an answer it lacks
             raise error from None
+
+
+@functools.cache
+def _import_sdk() -> None:
+    """Takes a second or two, in which the event loop has other rollouts to serve."""
+    import mcp
+    import mcp.client.streamable_http  # noqa: F401
 
 
 @functools.cache
