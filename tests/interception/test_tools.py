@@ -315,6 +315,9 @@ class TestWhoIsServed:
     @both
     async def test_only_a_rollout_that_runs_and_by_its_own_key(self, where: str) -> None:
         async with rollout(ToolServer(tools_of(where))) as running, aiohttp.ClientSession() as http:
+            long = {"Host": "x" * 2**20, "X-Forwarded-Host": "x" * 2**20}
+            async with http.get(running.tools.url, headers=long) as response:
+                assert response.status == 401, "and its launcher is not deaf from now on"
             async with running.server.acquire(new_session(), running.slot) as over:
                 pass
             wrong = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, over.headers]
