@@ -225,6 +225,13 @@ class _Entrance:
 async def serve(control: int) -> None:
     """What the process does, with its end of the socket pair."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=control), limit=LINE_LIMIT)
+    try:
+        await _serve(reader, writer)
+    finally:
+        writer.close()
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)

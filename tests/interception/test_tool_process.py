@@ -62,13 +62,17 @@ class TestItsProcess:
         assert (children(), other_tasks()) == (before, tasks)
         await server.stop()
 
-    async def test_stopping_leaves_neither_it_nor_what_its_tools_started(self) -> None:
+    async def test_stopping_leaves_neither_it_nor_what_its_tools_started(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
         before = children()
         async with rollout(ToolServer(f"{SPEC}:tools")) as running:
             client = running.client()
             pids = [int(text(await client.call(tool))) for tool in ("pid", "child", "daemon")]
         await until(lambda: not any(alive(pid) for pid in pids))
         assert children() == before
+        assert "unclosed" not in capfd.readouterr().err
 
     async def test_one_whose_tool_holds_it_for_ever_is_stopped_all_the_same(
         self, monkeypatch: pytest.MonkeyPatch
