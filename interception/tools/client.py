@@ -144,7 +144,7 @@ class ToolClient:
                 raise _NoAnswer(repr(error), sent=seen.sent) from raised
             if not isinstance(error, MCPError):
                 raise error from None
-            if seen.status >= 300:
+            if seen.status >= 300 and not seen.answered:
                 raise _NoAnswer(
                     f"status {seen.status}, {error}", sent=seen.sent and not seen.refused, status=seen.status
                 ) from raised
@@ -180,6 +180,8 @@ class _Seen:
         """Whether that is one that an MCP server would give."""
         self.refused = False
         """Whether it is a `ToolServer`'s word that it has not let the request in."""
+        self.answered = False
+        """Whether it is a 4xx that has an MCP server's answer in it: an error of the protocol."""
         self._method = method
         self._call: httpx2.Request | None = None
 
@@ -195,6 +197,15 @@ class _Seen:
         kind = response.headers.get("content-type", "").lower()
         self.refused = response.status_code == 401 and IDENTITY_HEADER in response.headers
         self.is_mcp = response.status_code != 202 and kind.startswith(("application/json", "text/event-stream"))
+        self.answered = 400 <= response.status_code < 500 and self.is_mcp and _is_rpc_error(await response.aread())
+
+
+def _is_rpc_error(body: bytes) -> bool:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("jsonrpc") == "2.0" and isinstance(said.get("error"), dict)
 
 
 class _NoAnswer(Exception):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from mcp import MCPError
 
 from interception.tools import OutcomeUnknownError, ToolCallError, ToolClient, ToolServer, ToolSlot
 from tests.helpers import until
@@ -64,6 +65,18 @@ class TestCallsOverAnEdge:
             with pytest.raises(ToolCallError) as refused:
                 await client.call("look", {"folder": str(tmp_path)})
             assert (refused.value.status, edge.faults) == (code, [])
+
+    async def test_a_4xx_with_an_mcp_servers_answer_is_that_answer(self, tmp_path: Path) -> None:
+        async def fault(request: web.Request, pass_on: Pass) -> web.StreamResponse:
+            error = {"code": -32602, "message": "there is no such month"}
+            return web.json_response({"jsonrpc": "2.0", "id": None, "error": error}, status=400)
+
+        async with self.edge(tmp_path) as (client, edge, _):
+            for tool in ("pay", "look"):
+                edge.faults = [fault, fault]
+                with pytest.raises(MCPError, match="there is no such month"):
+                    await client.call(tool, {"folder": str(tmp_path)})
+                assert len(edge.faults) == 1
 
     async def test_a_refusal_of_the_tool_servers_own_does(self, tmp_path: Path) -> None:
         async with self.edge(tmp_path) as (client, _, running):

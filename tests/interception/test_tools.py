@@ -5,7 +5,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,9 +18,10 @@ import pytest
 from interception import InterceptionServer
 from interception.demo.relay import SshRelay
 from interception.tools import OutcomeUnknownError, ToolClient, ToolServer
+from interception.tools.host import _without_end
 from tests.helpers import until
 from tests.interception import tool_module
-from tests.interception.fakes import FakeTunnel, new_session, other_tasks
+from tests.interception.fakes import FakeTunnel, new_session, other_tasks, settle
 from tests.interception.tool_module import SPEC, ran
 from tests.interception.tool_rollouts import both, rollout, sdk, text, tools_of
 from tests.prime import FakePrime
@@ -384,6 +386,23 @@ class TestACallThatNeverCameWhole:
                 await until(lambda: len(asyncio.all_tasks()) > tasks)
                 writer.close()
                 await until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+    async def test_one_that_has_is_not_told_that_its_caller_left(self) -> None:
+        """Whatever the SDK, in this version or another, would make of it."""
+        part, whole = {"type": "http.request", "more_body": True}, {"type": "http.request"}
+        left = {"type": "http.disconnect"}
+        for messages, told in (([part, left], 2), ([part, whole, left], 2), ([whole, left], 1)):
+            receive = _without_end(partial(self._next, iter(messages)))
+            assert [await receive() for _ in range(told)] == messages[:told]
+            if told < len(messages):
+                waiting = asyncio.create_task(receive())
+                await settle()
+                assert waiting.cancel(), "it waits for ever"
+                await asyncio.wait([waiting])
+
+    @staticmethod
+    async def _next(messages: Iterator[Any]) -> Any:
+        return next(messages)
 
 
 class TestSlowCalls:
