@@ -25,6 +25,10 @@ T = TypeVar("T")
 class _Injected:
     what: Literal["state", "task"]
 
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        # Asked for by an MCPServer, which would have the model that calls the tool fill the parameter in.
+        raise TypeError(f"a tool asks for the rollout's {self.what}: put @with_state right below @server.tool()")
+
 
 State = Annotated[T, _Injected("state")]
 """`state: State[Board]` in a tool's signature: the rollout's state, as a `Board`. What the tool changes in it (in

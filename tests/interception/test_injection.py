@@ -10,6 +10,7 @@ from datetime import date
 from typing import Annotated, Any
 
 import pytest
+from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, BeforeValidator, SecretStr
 
@@ -78,6 +79,12 @@ class TestTheSignature:
 
         with pytest.raises(TypeError, match=r"state of the tool tool: .*State\[Board \| None\]"):
             with_state(tool)
+
+    def test_a_tool_of_an_mcp_server_without_it_is_refused(self) -> None:
+        server: MCPServer = MCPServer("test")
+        with pytest.raises(TypeError, match="put @with_state right below"):
+            server.add_tool(note)
+        server.add_tool(with_state(note))
 
 
 class TestACall:
