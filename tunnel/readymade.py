@@ -61,7 +61,7 @@ def cloudflared() -> CommandTunnelConfig:
     return CommandTunnelConfig(
         command=("cloudflared", "tunnel", "--no-autoupdate", "--url", LOCAL),
         url_pattern=r"https://(?!api\.)[-a-z0-9]+\.trycloudflare\.com",  # errors name api.trycloudflare.com
-        ready_pattern=r"(?i)\bregistered\b.*\bconnIndex=",
+        ready_pattern=r"(?i)\bregistered\b.{0,200}\bconnIndex=",
         start_timeout=50.0,
     )
 
@@ -76,7 +76,7 @@ def ngrok(*, url: str | None = None, token: str | None = None) -> CommandTunnelC
     chosen = ("--url", url) if url is not None else ()
     return CommandTunnelConfig(
         command=("ngrok", "http", "--log", "stdout", "--log-format", "logfmt", *chosen, LOCAL),
-        url_pattern=r'msg="started tunnel".*\burl=(https?://\S+)',
+        url_pattern=r'msg="started tunnel".{0,500}\burl=(https?://\S+)',
         gone_pattern=r"ERR_NGROK_(?:105|106|107)\b",  # the token is none, is revoked, is of another account
         env={} if token is None else {"NGROK_AUTHTOKEN": token},
     )
