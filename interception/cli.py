@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -462,3 +463,9 @@ def main() -> None:
     except SettingsError as error:
         typer.echo(f"error: {block(str(error))}", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        say(f"what it has to say could not be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's own end tries once more
+        sys.exit(1)

@@ -317,3 +317,17 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     told = json.loads(ran.stdout)
     assert (told["tunnel"], told["works"]) == ("none", True)
     assert {"check", "status", "detail", "remedy"} == set(told["checks"][0])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "interception", "doctor", "--tunnel", "none"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ran.stderr == "interception: what it has to say could not be written: No space left on device\n"
+    assert ran.returncode == 1
