@@ -165,6 +165,17 @@ class TestPrime:
         finding = await _frpc()
         assert (finding.status, said in finding.detail) == (status, True), finding
 
+    @pytest.mark.parametrize("fault", ["no folder can be made", "nothing can be written"])
+    async def test_a_home_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+        from interception.doctor import _frpc
+
+        monkeypatch.setenv("HOME", "/dev/null" if fault == "no folder can be made" else str(Path.home()))
+        if fault == "nothing can be written":
+            monkeypatch.setattr("os.access", lambda path, mode: False)  # as root may write anywhere
+            monkeypatch.setattr("prime_tunnel.Config.bin_dir", Path("/nowhere"))
+        finding = await _frpc()
+        assert (finding.status, finding.remedy) == ("fail", "set HOME to a folder that you may write to")
+
 
 class TestSsh:
     @pytest.fixture
