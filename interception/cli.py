@@ -92,12 +92,26 @@ def _common(
     settings = Settings.load(config, options)
     context.obj = settings
     context.default_map = {
-        command: {table[key].name: value for key, value in settings.options(command).items()}
+        command: {
+            table[key].name: _fits(context, table[key], value, f"{settings.source}: {command}.{key}")
+            for key, value in settings.options(command).items()
+        }
         for command, table in options.items()
     }
     variables = [option.envvar for table in options.values() for option in table.values()]
     for line in settings.strays([f"{PREFIX}CONFIG", *variables]):
         say(line)
+
+
+def _fits(context: typer.Context, option: Any, value: Any, place: str) -> Any:
+    """A value of the file, if it is one for that option; the option's own error would name its flag and variable."""
+    try:
+        if isinstance(value, bool) != option.is_flag:
+            raise typer.BadParameter("true or false is wanted" if option.is_flag else "not true or false")
+        option.process_value(context, value)
+    except typer.BadParameter as error:
+        raise SettingsError(f"{place}: {error.message}") from None
+    return value
 
 
 def _variable(command: str, option: str) -> str:
@@ -207,7 +221,7 @@ def tunnel_(
         raise typer.BadParameter("a path begins with /", param_hint="--health")
     config = _tunnel(context, kind, set_, hint="--type")
     if config is None:
-        raise typer.BadParameter(f"write {TUNNELS}", param_hint="--type")
+        raise typer.BadParameter(f"a tunnel is what this makes: write {TUNNELS}", param_hint="--type")
     logger = logging.getLogger("tunnel")
     logger.addHandler(Told())
     logger.setLevel(logging.INFO)

@@ -289,12 +289,12 @@ async def _frpc() -> Finding:
     except ValueError:
         return Finding("frpc", "skip", "the Prime profile cannot be read")
     except OSError as error:
-        said = f"its folder {error.filename} cannot be made: {error.strerror}"
-        return Finding("frpc", "fail", said, "set HOME to a folder that you may write to")
+        what = f"its folder {error.filename} cannot be made: {error.strerror}"
+        return Finding("frpc", "fail", what, "set HOME to a folder that you may write to")
     path, note = folder / "frpc", folder / ".frpc_version"
     if not (path.exists() or os.access(folder, os.W_OK)):
-        said = f"{path} is not there, and {folder} cannot be written"
-        return Finding("frpc", "fail", said, "set HOME to a folder that you may write to")
+        what = f"{path} is not there, and {folder} cannot be written"
+        return Finding("frpc", "fail", what, "set HOME to a folder that you may write to")
     if not path.exists():
         return Finding(
             "frpc", "warn", f"{path} is not there yet; {FRPC_VERSION} is downloaded from GitHub at the first start"

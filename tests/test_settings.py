@@ -181,7 +181,8 @@ class TestMistakes:
         assert f"[ssh] host in {tmp_path}" in said
 
     @pytest.mark.parametrize(("assignment", "said"), [
-        ("prot=1", "has no prot (did you mean port?)"), ("port", "FIELD=VALUE"), ("port=x", "port: Input should be"),
+        ("prot=1", "has no prot (did you mean port?)"), ("port", "FIELD=VALUE"),
+        ("port=x", "port (of --set): Input should be"),
         ("policy.perod=1", "did you mean period?"), ("policy=[", "cannot be read"), ("client_keys='", "cannot be read"),
         ("a.b=1", "has no a: it has policy, mark, host"), ("url=https://{hots}", "URL template"),
         ("port.b=1", "port of the ssh tunnel has no parts"),
@@ -196,6 +197,29 @@ class TestMistakes:
         assert "run.upstream must be a single value" in refusal(
             settings(tmp_path, '[run]\nupstream = ["a"]\n').options, "run"
         )
+
+    @pytest.mark.parametrize(("text", "said"), [
+        ('demo]\nrollouts = "many"', "demo.rollouts: Input should be a valid integer"),
+        ("demo]\nrollouts = true", "demo.rollouts: not true or false"),
+        ("doctor]\njson = 1", "doctor.json: true or false is wanted"),
+        ('demo]\ntunnel = "prim"', "demo.tunnel: "),
+    ])  # fmt: skip
+    def test_an_option_of_the_file_that_does_not_fit_is_told_by_its_place(
+        self, tmp_path: Path, text: str, said: str
+    ) -> None:
+        file = tmp_path / "interception.toml"
+        file.write_text(f"[{text}\n")
+        ran = CliRunner().invoke(interception.cli.app, ["--config", str(file), "run", "true"])
+        assert f"{file}: {said}" in str(ran.exception)
+
+    def test_a_field_that_does_not_fit_says_where_it_comes_from(self, tmp_path: Path) -> None:
+        text = '[ssh]\nhost = "h"\nclient_keys = "a"\npolicy = 5\n'
+        said = refusal(settings(tmp_path, text, INTERCEPTION_SSH_PORT="x").tunnel, "ssh", ["remote_port=y"])
+        assert f"client_keys (of {tmp_path}/settings.toml): a list is wanted" in said
+        assert "a table is wanted" in said
+        assert "port (of INTERCEPTION_SSH_PORT): Input should be a valid integer" in said
+        assert "remote_port (of --set): Input should be a valid integer" in said
+        assert "host (of ssh://-x): not a host" in refusal(settings(tmp_path, text).tunnel, "ssh://-x")
 
     def test_a_variable_that_means_nothing_is_told_but_no_error(self, tmp_path: Path) -> None:
         made = settings(

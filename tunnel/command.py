@@ -161,7 +161,7 @@ class _Program:
         self._process: asyncio.subprocess.Process | None = None
         self._output = _Output(self._heed, config.env.values())
         self._reports = _Reports(self._decide)
-        self._url = None if config.url is None else config.url.rstrip("/")
+        self._url = config.url
         self._ready_seen = config.ready_pattern is None
         self._gone_line: str | None = None
         self._bad_url: str | None = None

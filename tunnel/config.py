@@ -169,6 +169,11 @@ class CommandTunnelConfig(BaseTunnelConfig):
     """Seconds until the URL must be known and the tunnel ready. A restart takes as long, and up to 5 s for ending the
     old program, so keep both within `policy.restart_timeout`."""
 
+    @field_validator("url")
+    @classmethod
+    def _known(cls, url: str | None) -> str | None:
+        return None if url is None else _public_url(url)
+
     @field_validator("url_pattern", "ready_pattern", "gone_pattern")
     @classmethod
     def _pattern(cls, pattern: str | None) -> str | None:
@@ -182,8 +187,6 @@ class CommandTunnelConfig(BaseTunnelConfig):
     def _one_source(self) -> Self:
         if (self.url is None) == (self.url_pattern is None):
             raise ValueError("give either url (known beforehand) or url_pattern (found in the program's output)")
-        if self.url is not None:
-            _public_url(self.url)
         return self
 
 

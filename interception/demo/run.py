@@ -224,8 +224,8 @@ class Demo:
                 return outcome
 
             self.say(
-                f"{plan.rollouts} rollouts of {TURNS} turns, {min(AT_ONCE, plan.rollouts)} at once, {MULTIPLEX} on a "
-                f"server, {dialects}"
+                f"{plan.rollouts} rollout{'s' * (plan.rollouts > 1)} of {TURNS} turns, {min(AT_ONCE, plan.rollouts)} "
+                f"at once, {MULTIPLEX} on a server, {dialects}"
             )
             cut = revoked = None
             async with asyncio.TaskGroup() as group:
