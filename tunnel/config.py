@@ -160,13 +160,14 @@ class CommandTunnelConfig(BaseTunnelConfig):
     url_pattern: str | None = None
     """Regular expression that finds the URL in the program's output (its first group, else the whole match)."""
     ready_pattern: str | None = None
-    """Output that says the tunnel serves. Without it: as soon as the URL is known."""
+    """Output that says the tunnel serves. Without it: as soon as the URL leads to the local service, or at once if this
+    host cannot tell (the name does not resolve here, the local service is down)."""
     gone_pattern: str | None = None
     """Output that says the registration can never serve again."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Added to the program's environment (kept out of reprs: tokens travel here)."""
     start_timeout: float = Field(30.0, gt=0)
-    """Seconds until the URL must be known and the tunnel ready. A restart takes as long, and up to 5 s for ending the
+    """Seconds until the URL must be known and the tunnel up. A restart takes as long, and up to 5 s for ending the
     old program, so keep both within `policy.restart_timeout`."""
 
     @field_validator("url")

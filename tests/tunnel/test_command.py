@@ -411,7 +411,8 @@ async def test_one_that_ends_while_its_url_is_looked_at_is_an_error_at_once(
             {},
             url=f"http://127.0.0.1:{server.port}",
             gone_pattern="was deleted",
-            start_timeout=60,
+            policy=QUIET.model_copy(update={"probe_timeout": 300.0}),
+            start_timeout=20,
         )
         entering = asyncio.create_task(refused(tunnel.expose(server.port).__aenter__()))
         await asked.wait()
