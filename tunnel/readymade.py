@@ -101,8 +101,8 @@ def frpc(config: Path | str, *, url: str) -> CommandTunnelConfig:
 
 
 def localtunnel(*, host: str = "https://localtunnel.me", subdomain: str | None = None) -> CommandTunnelConfig:
-    """localtunnel's client `lt` (npm). With a `subdomain` of its own a restarted one gets the same URL if it is free. The
-    server holds a name for a second after its client has gone; one that is back sooner gets another, and so is gone.
+    """localtunnel's client `lt` (npm). With a `subdomain` of its own a restarted one gets the same URL if it is free.
+    The server holds a name for a second after its client has gone; one that is back sooner gets another, and is gone.
 
     It says nothing of a server that it cannot reach, and tries on.
 

