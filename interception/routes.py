@@ -337,7 +337,7 @@ class Routes:
                 call.exchange.failure.call_id = call.exchange.attempt.call_id
                 raise call.exchange.failure
             session.check_turn()
-            self._attempt(session, call, call_id, _body_again(session, call, raw))
+            self._attempt(session, call, call_id, _body_again(session, call, raw), _sending(request, session, dialect))
         return call, arrived
 
     async def _new_call(
@@ -367,11 +367,10 @@ class Routes:
             digest=digest,
             asked=made.asked,
             body=b"",
-            sending=_sending(request, session, dialect),
             streamed=made.streamed,
             withhold_usage=made.withhold_usage,
         )
-        self._attempt(session, call, call_id, made.body)
+        self._attempt(session, call, call_id, made.body, _sending(request, session, dialect))
         session.ledger.add(call, key=key)
         return call
 
@@ -397,21 +396,21 @@ class Routes:
             session.growth.learn(dialect, wanted, raw, came, changed, made)
         return made
 
-    def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes) -> None:
+    def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes, sending: Sending) -> None:
         """One more attempt of the call, as a task of its own."""
         call.body = body
         attempt = Attempt(call_id)
         call.turn.attempts.append(attempt)
         call.failure_kept = False
-        url, headers, upstream, _ = call.sending
+        url, headers, upstream, _ = sending
         headers = headers.copy()
         headers[CALL_ID_HEADER] = call_id
 
         async def work(exchange: Exchange) -> None:
             try:
-                sending = self._server.upstreams.post(upstream, url, headers=headers, body=call.body)
+                posting = self._server.upstreams.post(upstream, url, headers=headers, body=call.body)
                 call.body = b""  # nobody holds it once it is sent: the record has it, and a retry brings its own
-                async with sending as response:
+                async with posting as response:
                     await AnswerReader(session, call, exchange, self._policy).read(response)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 raise failure(error, upstream) from error
@@ -466,7 +465,7 @@ def _upstream_headers(request: web.BaseRequest, session: RolloutSession, dialect
 
 
 def _sending(request: web.BaseRequest, session: RolloutSession, dialect: Dialect) -> Sending:
-    """How the turn that `request` begins is sent on."""
+    """How the turn of `request` is sent on."""
     last, upstream = session.sending, session.upstream
     came = [header for header in request.raw_headers if header[0] not in OF_THE_BODY]
     made_of = request.raw_path, dialect, came, upstream.headers.copy()

@@ -9,13 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from interception.dialects.base import Dialect, Stream
 from interception.trace import Attempt, Turn
-
-if TYPE_CHECKING:
-    from interception.headers import Sending
 
 logger = logging.getLogger("interception")
 
@@ -197,7 +194,6 @@ class Call:
     """The small fields of the request that its answer depends on: `n`, `model`."""
     body: bytes
     """As it is sent to the upstream; empty from then on: the record has it, and a retry brings its own."""
-    sending: "Sending"
     streamed: bool
     withhold_usage: bool = False
     exchange: Exchange = field(init=False)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from multidict import CIMultiDict
 
 from interception import RolloutSession, ServingPolicy, Upstream
 from interception.answer import AnswerReader
 from interception.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase, Stream
 from interception.growth import Growth, Request
-from interception.headers import Sending
 from interception.inbound import written
 from interception.sse import Json, SseEvent, SseParser, sse
 from interception.trace import Attempt, Trace
@@ -352,8 +350,7 @@ async def told_and_recorded(dialect: Dialect, pieces: list[bytes], *, n: int, wi
     session = RolloutSession(Upstream(base_url="http://127.0.0.1:1/v1"))
     trace = Trace("t")
     turn = trace.begin(dialect=dialect.name, request={}, messages_field="messages", streamed=True)
-    sending = Sending("", CIMultiDict(), session.upstream, ())
-    call = Call(dialect, turn, "/", b"", {"n": n}, b"", sending, True, withhold)
+    call = Call(dialect, turn, "/", b"", {"n": n}, b"", True, withhold)
     attempt = Attempt("a")
     turn.attempts.append(attempt)
 
