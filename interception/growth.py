@@ -9,8 +9,7 @@ the beginning, and known from then on.
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -42,8 +41,7 @@ def digest_of(body: bytes | memoryview) -> bytes:
     return digest
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request as it is recorded and sent."""
 
     stored: Stored
@@ -54,8 +52,7 @@ class Request:
     """The small fields that its answer depends on: `n`, `model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     dialect: Dialect
     wanted: Mapping[str, Any]
     """What the session put over the fields of the harness."""
@@ -133,7 +130,7 @@ class Growth:
             return
         first, end, last = place
         around = None if sent is None else _around(sent, field)
-        known = _Known(dialect, wanted, first, first, len(body) - end, (b"", b""), around, request)
+        known = _Known(dialect, wanted, first, -1, len(body) - end, (b"", b""), around, request)
         self._keep(known, body, end, last, request)
 
     def _keep(self, known: _Known, body: bytes, end: int, last: int, request: Request) -> None:
@@ -141,24 +138,16 @@ class Growth:
         while body[end - 1] in b" \t\r\n":
             end -= 1
         head = max(known.first, body.rfind(b",", known.first, end - last))
-        view = memoryview(body)
-        stored = request.stored
-        kept = _Known(
-            known.dialect,
-            known.wanted,
-            known.first,
-            head,
-            len(body) - end,
-            (digest_of(view[:head]), digest_of(view[end:])),
-            known.around,
-            Request(
-                stored._replace(messages=None, items=stored.items[:-1]),
-                b"",
-                request.streamed,
-                request.withhold_usage,
-                request.asked,
-            ),
-        )
+        kept = known
+        if (head, len(body) - end) != (known.head, known.tail):  # else all but the last message is as it was
+            view = memoryview(body)
+            digests = digest_of(view[:head]), digest_of(view[end:])
+            fields, _, items, runs = request.stored
+            before = Request(
+                Stored(fields, None, items[:-1], runs), b"", request.streamed, request.withhold_usage, request.asked
+            )
+            tail = len(body) - end
+            kept = _Known(known.dialect, known.wanted, known.first, head, tail, digests, known.around, before)
         self._known = [kept, *[other for other in self._known if other is not known][: KEPT - 1]]
 
 

@@ -2,8 +2,12 @@
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multidict import CIMultiDict
+
+if TYPE_CHECKING:
+    from interception.session import Upstream
 
 HOP_BY_HOP = frozenset(
     {
@@ -34,27 +38,38 @@ NOT_TO_CLIENT = HOP_BY_HOP | {"content-length", "content-encoding", "x-vf-call-i
 
 
 def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    crossing: CIMultiDict[str] = CIMultiDict()
-    named = ""
+    crossing: dict[str, tuple[str, str]] = {}
+    """By the names in lower case."""
+    named: list[str] = []
     for name, value in headers.items():
         lowered = name.lower()
-        if lowered == "connection":
-            named += f",{value}"
-        elif lowered in dropped or lowered.startswith("x-forwarded-"):
-            continue
-        elif name in crossing and lowered != "set-cookie":
+        if lowered in dropped:
+            if lowered == "connection":
+                named += value.lower().split(",")
+        elif lowered in crossing and lowered != "set-cookie":
             # One that is repeated says the same as a list (of cookies, which have no lists, the last one stays).
-            crossing[name] = f"{crossing[name]}, {value}"
-        else:
-            crossing[name] = value
-    for word in named.split(","):
+            first, before = crossing[lowered]
+            crossing[lowered] = first, f"{before}, {value}"
+        elif not lowered.startswith("x-forwarded-"):
+            crossing[lowered] = name, value
+    for word in named:
         crossing.pop(word.strip(), None)
-    return crossing
+    return CIMultiDict(crossing.values())
 
 
 def to_upstream(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """A harness's headers as they are forwarded: feature headers go through, ours and the hop's own do not."""
     return _crossing(headers, NOT_TO_UPSTREAM)
+
+
+class Sending(NamedTuple):
+    """Where a call goes, and with which headers."""
+
+    url: str
+    headers: CIMultiDict[str]
+    """All but the call's id. Calls share them: an attempt sends a copy."""
+    upstream: "Upstream"
+    made_of: tuple[Any, ...]
 
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:

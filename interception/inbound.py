@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from interception.coding import UNDECODABLE, decoder_of
 from interception.sse import dumps, loads
@@ -37,10 +37,12 @@ async def read_body(request: web.BaseRequest, cap: int) -> bytes:
         raise Failure(415, f"the content-encoding {encoding!r} is not supported: use gzip, deflate, br or zstd")
     if (request.content_length or 0) > cap:
         raise _too_large(cap)
+    content = request.content
     parts: list[bytes] = []
     room = cap
     try:
-        while chunk := await _next_chunk(request):
+        # What has arrived whole is not waited for.
+        while chunk := content.read_nowait() if content.is_eof() else await _next_chunk(content):
             # In pieces as they come, so that the loop is held up by none, and a bomb is noticed when it is too large.
             part = chunk if decoder is None else decoder.feed(chunk, room)
             room -= len(part)
@@ -60,12 +62,10 @@ def _too_large(cap: int) -> Failure:
     return Failure(413, f"the request body is over {cap / 1024**2:g} MiB")
 
 
-async def _next_chunk(request: web.BaseRequest) -> bytes:
-    if request.content.is_eof():  # all that is left of it is here
-        return request.content.read_nowait()
+async def _next_chunk(content: StreamReader) -> bytes:
     try:
         async with asyncio.timeout(SILENCE):
-            return await request.content.readany()
+            return await content.readany()
     except TimeoutError:
         raise Failure(408, f"nothing came of the request body for {SILENCE:g} s, or it is malformed") from None
 

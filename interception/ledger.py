@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from interception.policy import ServingPolicy
@@ -100,8 +100,8 @@ class Ledger:
                 self._keys = {key: kept for key, kept in self._keys.items() if kept is not call}
 
     @property
-    def in_flight(self) -> list[Call]:
-        return list(self._in_flight)
+    def in_flight(self) -> Collection[Call]:
+        return self._in_flight.keys()
 
     def __iter__(self) -> Iterator[Call]:
         return iter(list(self._calls))

@@ -17,7 +17,7 @@ from interception.answer import AnswerReader
 from interception.base import CALL_ID_HEADER, STATE_ROUTE_HEADER
 from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
 from interception.growth import Request, digest_of
-from interception.headers import secret_of, to_client, to_upstream
+from interception.headers import Sending, secret_of, to_client, to_upstream
 from interception.hooks import run_request_hooks
 from interception.inbound import LARGE, as_object, drain, read_body, written
 from interception.serving import refusal, serve
@@ -47,6 +47,12 @@ UNKNOWN_SECRET = (
 UNKNOWN_STATE_SECRET = "the key is not one of a running rollout: use the state secret of its slot"
 
 NOT_KEPT = {"Cache-Control": "no-store"}
+
+UNSEEN = nullcontext()
+"""Around what nobody can come upon before it is done."""
+
+OF_THE_BODY = frozenset({b"Content-Length", b"content-length"})
+"""As it is mostly written: what else there is of that kind costs only time."""
 
 OTHER = "*"
 """Any other method."""
@@ -319,13 +325,14 @@ class Routes:
         digest = digest_of(raw)
         session.check_open()
         marked, key = _is_retry(request.headers), request.headers.get("Idempotency-Key") or None
+        call = None
         if marked or key is not None:
             await session.ledger.admitted(request.raw_path, digest, key)
-        session.ledger.trim(self._policy)  # what has grown too old meanwhile is no answer
-        call = session.ledger.find(request.raw_path, digest, marked=marked, key=key)
+            session.ledger.trim(self._policy)  # what has grown too old meanwhile is no answer
+            call = session.ledger.find(request.raw_path, digest, marked=marked, key=key)
         if call is None:
             waits = bool(session.on_request) or len(raw) > LARGE  # else no retry can come in between
-            with session.ledger.admitting(request.raw_path, digest, key) if waits else nullcontext():
+            with session.ledger.admitting(request.raw_path, digest, key) if waits else UNSEEN:
                 call = await self._new_call(request, dialect, session, call_id, raw, digest, queued, key)
         elif call.exchange.ended and call.exchange.failure is not None:
             if call.failure_kept:
@@ -333,7 +340,7 @@ class Routes:
                 call.exchange.failure.call_id = call.exchange.attempt.call_id
                 raise call.exchange.failure
             session.check_turn()
-            self._attempt(session, call, call_id, _body_again(session, call, raw))
+            self._attempt(session, call, call_id, _body_again(session, call, raw), _sending(request, session, dialect))
         return call, arrived
 
     async def _new_call(
@@ -363,11 +370,10 @@ class Routes:
             digest=digest,
             asked=made.asked,
             body=b"",
-            headers=_upstream_headers(request, session, dialect),
             streamed=made.streamed,
             withhold_usage=made.withhold_usage,
         )
-        self._attempt(session, call, call_id, made.body)
+        self._attempt(session, call, call_id, made.body, _sending(request, session, dialect))
         session.ledger.add(call, key=key)
         return call
 
@@ -393,24 +399,21 @@ class Routes:
             session.growth.learn(dialect, wanted, raw, came, changed, made)
         return made
 
-    def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes) -> None:
+    def _attempt(self, session: RolloutSession, call: Call, call_id: str, body: bytes, sending: Sending) -> None:
         """One more attempt of the call, as a task of its own."""
         call.body = body
         attempt = Attempt(call_id)
         call.turn.attempts.append(attempt)
         call.failure_kept = False
-        upstream = session.upstream
-        base = call.dialect.url(upstream.base_url, call.dialect.path)
-        _, _, query = call.path.partition("?")
-        url = f"{base}?{query}" if query else base
-        headers = CIMultiDict(call.headers)
+        url, headers, upstream, _ = sending
+        headers = headers.copy()
         headers[CALL_ID_HEADER] = call_id
 
         async def work(exchange: Exchange) -> None:
             try:
-                sending = self._server.upstreams.post(upstream, url, headers=headers, body=call.body)
+                posting = self._server.upstreams.post(upstream, url, headers=headers, body=call.body)
                 call.body = b""  # nobody holds it once it is sent: the record has it, and a retry brings its own
-                async with sending as response:
+                async with posting as response:
                     await AnswerReader(session, call, exchange, self._policy).read(response)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 raise failure(error, upstream) from error
@@ -426,15 +429,11 @@ class Routes:
         call.exchange.on_end = None
         if failed is not None:
             failed.with_traceback(None).__cause__ = failed.__context__ = None
-        logger.log(
-            logging.DEBUG if attempt.error is None else logging.WARNING,
-            "call %s of session %s: %s, status %s%s",
-            attempt.call_id,
-            session.id,
-            call.dialect.name,
-            attempt.status,
-            f": {attempt.error}" if attempt.error else "",
-        )
+        told = attempt.call_id, session.id, call.dialect.name, attempt.status
+        if attempt.error is None:
+            logger.debug("call %s of session %s: %s, status %s", *told)
+        else:
+            logger.warning("call %s of session %s: %s, status %s: %s", *told, attempt.error)
         session.ledger.settled(call)
         session.attempt_ended(call.turn)
 
@@ -466,6 +465,17 @@ def _upstream_headers(request: web.BaseRequest, session: RolloutSession, dialect
     if key := session.upstream.api_key:
         headers.update(dialect.auth(key.get_secret_value()))
     return headers
+
+
+def _sending(request: web.BaseRequest, session: RolloutSession, dialect: Dialect) -> Sending:
+    """How the turn of `request` is sent on."""
+    last, upstream = session.sending, session.upstream
+    came = [header for header in request.raw_headers if header[0] not in OF_THE_BODY]
+    made_of = request.raw_path, dialect, came, upstream.headers.copy()
+    if last is None or last.upstream is not upstream or last.made_of != made_of:
+        url = _with_query(dialect.url(upstream.base_url, dialect.path), request)
+        last = session.sending = Sending(url, _upstream_headers(request, session, dialect), upstream, made_of)
+    return last
 
 
 def _rewrites(session: RolloutSession) -> bool:

@@ -323,4 +323,4 @@ def _service_digests(secrets: tuple[str, ...]) -> list[bytes]:
 def _digest(kind: str, secret: str) -> bytes:
     # Secrets are looked up by their digest, so that the time of a lookup tells nothing of them. With their kind, so
     # that none can pass for one of another kind.
-    return hashlib.sha256(f"{kind}:{secret}".encode(errors="surrogateescape")).digest()
+    return hashlib.blake2b(f"{kind}:{secret}".encode(errors="surrogateescape"), digest_size=32).digest()

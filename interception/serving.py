@@ -2,9 +2,12 @@
 
 import logging
 import time
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from interception.base import CALL_ID_HEADER
@@ -15,6 +18,29 @@ from interception.sse import loads
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
+
+REASONS = {status.value: status.phrase for status in HTTPStatus}
+
+
+class _Sent(web.StreamResponse):
+    """Stands for an answer that has left already."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self._last = last
+
+    @property
+    def keep_alive(self) -> bool:
+        return not self._last
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        pass
+
+
+SENT, SENT_LAST = _Sent(last=False), _Sent(last=True)
 
 
 async def serve(
@@ -67,10 +93,9 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
         raise exchange.failure
     assert exchange.head is not None
     headers = _headers(exchange, "application/json") if exchange.head.stream is None else _stream_headers(exchange)
-    # Not as a StreamResponse, which sends its headers by themselves.
-    response = web.Response(status=exchange.head.status, body=exchange.body, headers=headers)
-    await response.prepare(request)
-    await response.write_eof()
+    body, status = exchange.body, exchange.head.status
+    response = await _begin(request, status, headers, len(body))
+    await request.writer.write_eof(body)
     call.turn.delivered = True
     return response
 
@@ -79,19 +104,18 @@ async def _padded(
     request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
 ) -> web.StreamResponse:
     """A slow answer behind an edge that will not wait: begun with white space, which is no change to JSON."""
-    response = web.StreamResponse(status=200, headers=_headers(exchange, "application/json"))
-    await response.prepare(request)
+    response = await _begin(request, 200, _headers(exchange, "application/json"))
+    writer = request.writer
     while not exchange.ended:
-        await response.write(b" ")
+        await writer.write(b" ")
         await exchange.wait(lambda: exchange.ended, policy.keepalive_interval)
     if exchange.failure is not None:
         # Cut without a final chunk, so that the SDK tries again; its retry is told the outcome, once.
         call.failure_kept = True
         logger.warning("call %s was cut after it had been begun: %s", exchange.attempt.call_id, exchange.failure)
         abort(request)
-        return response
-    await response.write(exchange.body)
-    await response.write_eof()
+        return SENT_LAST
+    await writer.write_eof(exchange.body)
     call.turn.delivered = True
     return response
 
@@ -99,8 +123,10 @@ async def _padded(
 async def _stream(
     request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
 ) -> web.StreamResponse:
-    response = web.StreamResponse(status=200, headers=_stream_headers(exchange))
-    await response.prepare(request)
+    response = await _begin(request, 200, _stream_headers(exchange))
+    writer = request.writer
+    if not exchange.chunks:
+        writer.send_headers()  # whatever comes next may be long in coming
     unread = call.new_stream()  # what stands for the upstream's stream until that begins
     sent = 0
     spoke = time.monotonic()
@@ -112,25 +138,52 @@ async def _stream(
                 events = call.rendered(loads(events))  # begun as a stream, and then answered as none
             sent += len(fresh)
             if exchange.ended and exchange.failure is None:
-                await response.write_eof(events)  # in one write
+                await writer.write_eof(events)  # in one write
             else:
-                await response.write(events)
+                await writer.write(events)
             spoke = time.monotonic()
             if exchange.terminal is not None and sent > exchange.terminal and exchange.failure is None:
                 call.turn.delivered = True
         elif exchange.ended:
             break
         elif not await exchange.more(sent, policy.keepalive_interval):
-            await response.write(
+            await writer.write(
                 call.dialect.keepalive(_read_so_far(exchange, unread), time.monotonic() - spoke, request.headers)
             )
     if exchange.failure is not None and not exchange.failure.relayed:
         logger.warning("call %s broke off in its stream: %s", exchange.attempt.call_id, exchange.failure)
-        await response.write(
+        await writer.write(
             call.dialect.error_event(_read_so_far(exchange, unread), exchange.failure.status, exchange.failure.message)
         )
-    await response.write_eof()
+    await writer.write_eof()
     return response
+
+
+async def _begin(
+    request: web.BaseRequest, status: int, headers: CIMultiDict[str], length: int | None = None
+) -> web.StreamResponse:
+    """The head of an answer, which leaves with the first part of its body; in chunks where no length is known.
+
+    What it returns is for aiohttp, when the rest has been written, too. A response of aiohttp's own takes longer to put
+    its head together than all else of an answer, and that of a stream sends it by itself.
+    """
+    last = not request.keep_alive
+    if length is not None:
+        headers["Content-Length"] = str(length)
+    elif request.version >= HttpVersion11:
+        headers["Transfer-Encoding"] = "chunked"
+        request.writer.enable_chunking()
+    else:
+        last = True  # its end is the connection's
+    headers["Connection"] = "close" if last else "keep-alive"
+    headers.setdefault("Date", _date(int(time.time())))
+    await request.writer.write_headers(f"HTTP/1.1 {status} {REASONS.get(status, '')}", headers)
+    return SENT_LAST if last else SENT
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
 
 
 def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 from interception.dialects.base import Dialect
 from interception.growth import Growth
+from interception.headers import Sending
 from interception.hooks import Hook
 from interception.ledger import Ledger
 from interception.limits import RolloutLimits
@@ -191,6 +192,8 @@ class RolloutSession:
         """The server's URL on its own host, for tool servers there: their state needs no detour through a tunnel."""
         self.released = False
         """Its secrets are revoked, its calls ended, its trace sealed."""
+        self.sending: Sending | None = None
+        """How its last call was sent on: most are sent as the one before."""
         self.ledger = Ledger()
         """Its calls, as far as a retry may ask for them."""
         self.calls_seen = 0
@@ -272,6 +275,7 @@ class RolloutSession:
             hooks.cancel()
         self.ledger.clear()
         self.growth.clear()
+        self.sending = None
         self.trace.seal()
         if pending:
             logger.info("session %s: %d calls were in flight at its end, recorded as cancelled", self.id, pending)

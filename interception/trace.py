@@ -200,6 +200,8 @@ class Trace:
         self.warnings: list[str] = []
         """What `from_jsonl` had to leave out."""
         self._bodies = Bodies()
+        self._lead = os.urandom(12).hex()
+        """Of the ids of its turns, which no other trace has."""
 
     def begin(self, *, dialect: str, request: dict[str, Any], messages_field: str, streamed: bool) -> Turn:
         """A new turn, `queued` now. The request is copied; `messages_field` names its list of messages.
@@ -222,7 +224,9 @@ class Trace:
         """A new turn with a request that is kept already."""
         self._check_open()
         entries = request.request, request.messages
-        turn = Turn(self._bodies, os.urandom(16).hex(), dialect=dialect, streamed=streamed, request=entries)
+        turn = Turn(
+            self._bodies, f"{self._lead}{len(self.turns):08x}", dialect=dialect, streamed=streamed, request=entries
+        )
         turn.queued = time.time()
         self.turns.append(turn)
         return turn

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception.dialects.base import Dialect, Stream
 from interception.trace import Attempt, Turn
@@ -47,8 +47,7 @@ def refused_for_good(message: str) -> Failure:
     return Failure(409, message, {"x-should-retry": "false"})
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Status and headers of the upstream's answer; `stream` reads it if it is one."""
 
     status: int
@@ -152,7 +151,8 @@ class Exchange:
             self._end(None)
         finally:
             # A net for what is no Exception: a reader must not wait for ever.
-            self._end(Failure(500, "the call ended in an unforeseen way"))
+            if not self.ended:
+                self._end(Failure(500, "the call ended in an unforeseen way"))
 
     def _end(self, failure: Failure | None) -> None:
         if self.ended:
@@ -169,9 +169,10 @@ class Exchange:
         self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, set()
-        for waiter in waiters:
-            _wake(waiter, True)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, set()
+            for waiter in waiters:
+                _wake(waiter, True)
 
 
 def _wake(waiter: asyncio.Future[bool], changed: bool) -> None:
@@ -193,7 +194,6 @@ class Call:
     """The small fields of the request that its answer depends on: `n`, `model`."""
     body: bytes
     """As it is sent to the upstream; empty from then on: the record has it, and a retry brings its own."""
-    headers: Mapping[str, str]
     streamed: bool
     withhold_usage: bool = False
     exchange: Exchange = field(init=False)

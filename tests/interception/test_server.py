@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -938,6 +939,75 @@ class TestHeaders:
                 assert seen.headers.getall("X-Title") == ["ours"]
                 assert seen.headers.getall("Authorization") == ["Bearer ours"]
                 assert seen.headers.getall(CALL_ID_HEADER) == [call_id]
+
+    async def test_each_call_is_sent_as_it_came_whatever_the_one_before_it_was(
+        self, server: InterceptionServer, http: aiohttp.ClientSession
+    ) -> None:
+        async with ScriptedModel(answering()) as model:
+            upstream = Upstream(base_url=model.base_url, api_key=SecretStr(KEY), headers={"X-Org": "ours"})
+            async with rollout(server, http, upstream) as harness:
+
+                async def sent(route: str = CHAT, **headers: str) -> tuple[str, dict[str, str | None]]:
+                    async with harness.post(route, ask(CHAT), headers=headers) as response:
+                        assert response.status == 200
+                    seen = model.seen[-1]
+                    names = ("X-Turn", "X-Org", "Authorization", "X-Session-ID", "Content-Length")
+                    return seen.path, {name: seen.headers.get(name) for name in names}
+
+                _, usual = told = await sent()
+                assert usual == {
+                    "X-Turn": None,
+                    "X-Org": "ours",
+                    "Authorization": f"Bearer {KEY}",
+                    "X-Session-ID": harness.session.id,
+                    "Content-Length": str(len(model.seen[0].body)),
+                }
+                assert await sent() == told
+                assert await sent(**{"X-Turn": "1"}) == (CHAT, usual | {"X-Turn": "1"})
+                assert await sent(**{"X-Turn": "2"}) == (CHAT, usual | {"X-Turn": "2"})
+                assert await sent() == told
+                assert await sent(f"{CHAT}?a=1") == (f"{CHAT}?a=1", usual)
+                assert await sent(MESSAGES) == (MESSAGES, usual | {"Authorization": None})
+                upstream.headers["X-Org"] = "another"
+                assert await sent() == (CHAT, usual | {"X-Org": "another"})
+                harness.session.upstream = Upstream(base_url=f"{model.base_url}/more", headers=upstream.headers)
+                path, headers = await sent()
+                assert path == "/v1/more/chat/completions"
+                assert headers == usual | {"X-Org": "another", "Authorization": None}
+                ids = [seen.headers[CALL_ID_HEADER] for seen in model.seen]
+                assert ids == [turn.attempts[0].call_id for turn in harness.session.trace.turns]
+                assert len(set(ids)) == len(ids) == 9
+
+    @pytest.mark.parametrize(
+        ("version", "asked", "told"),
+        [
+            ("1.1", "", "keep-alive"),
+            ("1.1", "close", "close"),
+            ("1.0", "", "close"),
+            ("1.0", "keep-alive", "keep-alive"),
+        ],
+    )
+    async def test_an_answer_has_a_length_and_a_date_and_says_whether_its_connection_stays(
+        self, server: InterceptionServer, harness: Harness, version: str, asked: str, told: str
+    ) -> None:
+        body = json.dumps(ask(CHAT)).encode()
+        head = f"POST {CHAT} HTTP/{version}\r\nHost: h\r\nx-api-key: {harness.slot.model_secret}\r\n"
+        asking = f"{head}Connection: {asked}\r\n" if asked else head
+        reader, writer = await connect(server)
+        async with asyncio.timeout(SOON):
+            for _ in range(2 if told == "keep-alive" else 1):
+                writer.write(f"{asking}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+                headers = dict(line.split(": ", 1) for line in lines)
+                assert line == "HTTP/1.1 200 OK"
+                assert headers["Connection"] == told
+                assert abs(parsedate_to_datetime(headers["Date"]).timestamp() - time.time()) < 60
+                answer = json.loads(await reader.readexactly(int(headers["Content-Length"])))
+                assert answer["object"] == "chat.completion"
+            if told == "close":
+                assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
 
     async def test_a_header_of_bytes_that_are_no_text_does_not_hang_the_call(
         self, server: InterceptionServer, harness: Harness

@@ -350,7 +350,7 @@ async def told_and_recorded(dialect: Dialect, pieces: list[bytes], *, n: int, wi
     session = RolloutSession(Upstream(base_url="http://127.0.0.1:1/v1"))
     trace = Trace("t")
     turn = trace.begin(dialect=dialect.name, request={}, messages_field="messages", streamed=True)
-    call = Call(dialect, turn, "/", b"", {"n": n}, b"", {}, True, withhold)
+    call = Call(dialect, turn, "/", b"", {"n": n}, b"", True, withhold)
     attempt = Attempt("a")
     turn.attempts.append(attempt)
 

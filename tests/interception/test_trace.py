@@ -452,6 +452,9 @@ def test_a_trace_goes_on_after_a_file() -> None:
     begin(copy, {"model": "m", "messages": [*messages, message("user", 99)]})
     assert copy.turns[-1].request["messages"][:-1] == messages
     assert copy.stored_bytes() - trace.stored_bytes() < 1500  # what is new, and not the history again
+    begin(trace)
+    ids = {turn.id for turn in (*trace.turns, *copy.turns, begin(Trace("t")))}
+    assert len(ids) == 40 + 1 + 1 + 1, "no two turns have the same, also where a file goes on in two places"
 
 
 def test_the_header_comes_first() -> None:
