@@ -255,7 +255,7 @@ class TestStartsThatHang:
         hung = FakeMember(held=True)
         members = FakeMembers(FakeMember(), hung)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._took.clear()  # as if nothing were known of how long a start takes
+            pool._starts._took.clear()  # as if nothing were known of how long a start takes
             rollouts = [Rollout(pool), Rollout(pool)]
             await seated(*rollouts)
             assert [member.load for member in members] == [1, 0, 1]
@@ -265,6 +265,29 @@ class TestStartsThatHang:
             await seated(late)  # what it yields in the end is used, too
             assert members.loads == [1, 1, 1]
             await left(late, *rollouts)
+
+    async def test_of_a_burst_those_that_hang_are_replaced_with_one_to_spare_and_never_beyond_the_bound(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("interception.placement.LEAST_PATIENCE", 1.0)
+        now = 100.0
+        monkeypatch.setattr("interception.elastic.monotonic", lambda: now)
+        for bound, replaced in ((None, 4), (34, 3)):
+            burst = [FakeMember(held=number % 10 == 2) for number in range(1, 32)]
+            members = FakeMembers(FakeMember(), *burst, *(FakeMember(held=True) for _ in range(9)))
+            async with elastic(members, multiplex=1, max_servers=bound) as pool:
+                now += 1.0
+                rollouts = [Rollout(pool) for _ in range(32)]
+                await seated(*(rollouts[index] for index in range(29)))
+                assert len(members.made) == 32
+                now += 1.1
+                pool._tick()
+                await settle()
+                assert len(members.made) == min(32 + replaced, bound or 99)
+                for member in members:
+                    member.may_start.set()
+                await seated(*rollouts)
+                await left(*rollouts)
 
     async def test_the_warm_up_hangs_and_the_pool_starts_all_the_same(self) -> None:
         hung = FakeMember(held=True)
@@ -290,7 +313,7 @@ class TestStartsThatHang:
         queued.queued = True  # type: ignore[attr-defined]
         members = FakeMembers(FakeMember(), queued)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._took.clear()
+            pool._starts._took.clear()
             rollouts = [Rollout(pool), Rollout(pool)]
             await until(lambda: queued.starts)
             # The pool looks again and again whether it is overdue; one of those looks is waited for.

@@ -1,0 +1,114 @@
+"""The starts of a pool's servers that are under way, and how many of them are counted on. No I/O; the time is given."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from interception.base import PoolMember
+from interception.placement import counted_on, overdue
+
+TIMES_REMEMBERED = 16
+ENDS_REMEMBERED = 256
+"""More than are ever begun together: 8,192 rollouts by 32."""
+
+QUEUE_LOOK = 0.1
+"""Seconds between two looks at a start that waits within the creation limit: its time runs from when it is through."""
+
+
+@dataclass(slots=True, eq=False)
+class Start:
+    """A server being started, over all its tries."""
+
+    since: float
+    counted_from: float
+    """Since when this try has been under way, its wait for a turn within the creation limit left out."""
+    tries: int = 0
+    between_tries: bool = False
+    error: str | None = None
+    """Of the last try that failed."""
+    server: PoolMember | None = None
+    task: "asyncio.Task[None]" = field(init=False)
+
+    @property
+    def queued(self) -> bool:
+        return bool(getattr(self.server, "queued", False))
+
+    def age(self, now: float) -> float:
+        """Seconds for which this try has been under way. What waits its turn, or for the next try, does not hang."""
+        if self.queued or self.between_tries:
+            self.counted_from = now
+        return now - self.counted_from
+
+
+class Starts:
+    """Those under way, in the order they began; and how long the last ones took."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._under_way: list[Start] = []
+        self._took: deque[float] = deque(maxlen=TIMES_REMEMBERED)  # seconds
+        self._ended: deque[float] = deque(maxlen=ENDS_REMEMBERED)  # when starts succeeded
+
+    def __iter__(self) -> Iterator[Start]:
+        return iter(self._under_way)
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, now: float) -> Start:
+        start = Start(now, now)
+        self._under_way.append(start)
+        return start
+
+    def try_again(self, start: Start, now: float) -> None:
+        """Its next try begins."""
+        start.tries += 1
+        start.between_tries = False
+        start.counted_from = now
+
+    def succeeded(self, start: Start, now: float) -> None:
+        self._took.append(start.age(now))
+        self._ended.append(now)
+        self.ended(start)
+
+    def ended(self, start: Start) -> None:
+        """It is not under way any more, however it ended; more than once is no harm."""
+        if start in self._under_way:
+            self._under_way.remove(start)
+
+    def counted_on(self, now: float) -> int:
+        """See `placement.counted_on`."""
+        if not self._under_way:
+            return 0
+        usual = self._usual
+        return counted_on(
+            [start.age(now) for start in self._under_way],
+            finished=self._finished,
+            usual=usual,
+            patience=max(self._patience, usual or 0.0),
+        )
+
+    def next_look(self, now: float) -> float | None:
+        """In how many seconds one that is counted on now may not be any more; None: there is none."""
+        if not self._under_way:
+            return None
+        usual = self._usual
+        limits = [max(self._patience, usual or 0.0), *([] if usual is None else [usual])]
+        looks = []
+        for start in self._under_way:
+            age = start.age(now)
+            looks += [limit - age for limit in limits if limit >= age]
+            if start.queued:
+                looks.append(QUEUE_LOOK)
+        return min(looks, default=None)
+
+    @property
+    def _usual(self) -> float | None:
+        return overdue(self._took, finished=self._finished, under_way=len(self._under_way))
+
+    @property
+    def _finished(self) -> int:
+        """Those that succeeded since the oldest one under way began."""
+        oldest = self._under_way[0].since
+        return sum(ended >= oldest for ended in self._ended)
