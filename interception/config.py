@@ -56,8 +56,8 @@ class ElasticInterceptionPoolConfig(BasePoolConfig):
     idle_timeout: float | None = Field(300.0, ge=0)
     """Seconds after which a server without a rollout is stopped. None: it stays until the pool is stopped."""
     start_tries: int = Field(3, ge=1)
-    """Times a server is tried to be started before its waiters hear why it cannot be. A limit (quota, credentials) is
-    never tried again."""
+    """Times a server is tried to be started before its waiters hear why it cannot be; those by its tunnel count, and
+    Prime's asks three times itself. A limit (quota, credentials) is never tried again."""
     start_backoff: float = Field(0.5, gt=0)
     """Seconds before the second try, doubled for each one after it up to 10, with as much jitter."""
     start_patience: float = Field(5.0, gt=0)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_random
 
 from interception.base import AcquireTimeoutError, PoolMember, Slot
 from interception.config import ElasticInterceptionPoolConfig, InterceptionServerConfig
@@ -291,7 +291,7 @@ class ElasticInterceptionPool(Pool):
         backoff = self.config.start_backoff
         try:
             async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(self.config.start_tries),
+                stop=lambda _: start.tries >= self.config.start_tries,
                 wait=wait_exponential(backoff, BACKOFF_CAP) + wait_random(0, backoff),
                 retry=retry_if_exception(lambda error: self._failed(start, error)),
                 reraise=True,
@@ -316,6 +316,8 @@ class ElasticInterceptionPool(Pool):
             return False
         start.error = self._last_error = in_a_line(error)
         self._failed_starts += 1
+        if isinstance(error, TunnelError):
+            start.tries += error.tries - 1
         again = self._started and isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError)
         # Who waited may have been seated elsewhere meanwhile.
         again = again and (bool(self._waiters) or len(self._servers) < self.config.min_servers)

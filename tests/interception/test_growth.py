@@ -88,6 +88,18 @@ class TestStartsThatFail:
             assert len(members.made) == 4
             await left(*holders)
 
+    async def test_tries_that_its_tunnel_has_made_by_itself_count(self) -> None:
+        error = TunnelError("no upstream")
+        error.tries = 3
+        members = FakeMembers(FakeMember(), FakeMember(error=error))
+        async with elastic(members, multiplex=1, start_tries=3) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            with pytest.raises(TunnelError, match="no upstream"):
+                await Rollout(pool).task
+            assert len(members.made) == 2
+            await holder.leave()
+
     async def test_what_is_no_tunnel_error_is_not_tried_again(self) -> None:
         members = FakeMembers(FakeMember(), FakeMember(error=LookupError("a defect")))
         async with elastic(members, multiplex=1) as pool:
