@@ -62,6 +62,7 @@ class ElasticInterceptionPool(Pool):
         self._idled = 0
         self._failed_starts = 0
         self._last_error: str | None = None
+        self._last_failed = 0.0
 
     async def start(self) -> None:
         """Warms `min_servers` up, side by side, and returns when the first one serves.
@@ -112,7 +113,15 @@ class ElasticInterceptionPool(Pool):
             super().stats(),
             servers=tuple(ServerStats.of(server, self._idle_for(server, now)) for server in self._servers),
             starting=tuple(
-                StartStats(now - start.since, start.tries, start.queued, start.error) for start in self._starts
+                StartStats(
+                    now - start.since,
+                    start.tries,
+                    start.queued,
+                    start.error,
+                    late=self._starts.is_late(start, now),
+                    between_tries=start.between_tries,
+                )
+                for start in self._starts
             ),
             capacity=len(self._servers) * self.config.multiplex,
             waiting=len(waiters),
@@ -120,6 +129,9 @@ class ElasticInterceptionPool(Pool):
             idled=self._idled,
             failed_starts=self._failed_starts,
             last_error=self._last_error,
+            last_failed=None if self._last_error is None else now - self._last_failed,
+            pause=max(0.0, self._limited_until - now),
+            bound=self.config.max_servers if self._at_the_bound else None,
         )
 
     # -- rollouts ------------------------------------------------------------------------------
@@ -155,9 +167,7 @@ class ElasticInterceptionPool(Pool):
             return
         stats = self.stats()
         self._forget(waiter)
-        bound = self.config.max_servers
-        full = "" if bound is None or len(self._servers) + len(self._starts) < bound else f" (max_servers is {bound})"
-        waiter.seat.set_exception(AcquireTimeoutError(f"no slot within {timeout:g} s: {stats.summary}{full}"))
+        waiter.seat.set_exception(AcquireTimeoutError(f"no slot within {timeout:g} s: {stats.summary}"))
 
     def _forget(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
@@ -194,6 +204,8 @@ class ElasticInterceptionPool(Pool):
             for _ in range(start):
                 self._begin_start()
             start = self._seat_waiters(self._may_start())  # of these some may hang, too
+        if self._waiters and self._at_the_bound:
+            self._give_hopeless_up()
         self._set_timer()
 
     def _may_start(self) -> int | None:
@@ -201,6 +213,21 @@ class ElasticInterceptionPool(Pool):
             return 0
         bound = self.config.max_servers
         return None if bound is None else bound - len(self._servers) - len(self._starts)
+
+    @property
+    def _at_the_bound(self) -> bool:
+        bound = self.config.max_servers
+        return bound is not None and len(self._servers) + len(self._starts) >= bound
+
+    def _give_hopeless_up(self) -> None:
+        """Where none may be begun in the stead of a start that hangs, its try is ended, and the next one made; the last
+        one is left to its end, for all may have become slow."""
+        now = monotonic()
+        hopeless = [start for start in self._starts.hopeless(now) if start.tries < self.config.start_tries]
+        missing = -(-len(self._waiters) // self.config.multiplex) - self._starts.counted_on(now)
+        for start in hopeless[: max(0, missing)]:
+            start.given_up = start.between_tries = True
+            start.task.cancel()
 
     def _seat_waiters(self, may_start: int | None) -> int:
         """Seats who can be seated now; how many servers to start for the others."""
@@ -315,6 +342,7 @@ class ElasticInterceptionPool(Pool):
         if not isinstance(error, Exception):
             return False
         start.error = self._last_error = in_a_line(error)
+        self._last_failed = monotonic()
         self._failed_starts += 1
         if isinstance(error, TunnelError):
             start.tries += error.tries - 1
@@ -334,7 +362,11 @@ class ElasticInterceptionPool(Pool):
             if not server.healthy:
                 raise TunnelError(f"it was lost while it started: {getattr(server, 'lost', None) or 'not healthy'}")
         except BaseException:
+            start.between_tries = True
             await run_to_end(self._stop_server(server))
+            # That was the pool itself, and nobody else besides.
+            if start.given_up and not start.task.uncancel():
+                raise TunnelError("it took too long, and no other could be started beside it") from None
             raise
         self._starts.succeeded(start, monotonic())
         self._servers.append(server)

@@ -25,6 +25,8 @@ class Start:
     """Since when this try has been under way, its wait for a turn within the creation limit left out."""
     tries: int = 0
     between_tries: bool = False
+    given_up: bool = False
+    """Whether this try is being ended for it takes too long."""
     error: str | None = None
     """Of the last try that failed."""
     server: PoolMember | None = None
@@ -64,7 +66,7 @@ class Starts:
     def try_again(self, start: Start, now: float) -> None:
         """Its next try begins."""
         start.tries += 1
-        start.between_tries = False
+        start.between_tries = start.given_up = False
         start.counted_from = now
 
     def succeeded(self, start: Start, now: float) -> None:
@@ -89,19 +91,35 @@ class Starts:
             patience=max(self._patience, usual or 0.0),
         )
 
+    def hopeless(self, now: float) -> list[Start]:
+        """Those that are not counted on and take twice as long as would be long: the ones to give up where nothing can
+        be begun beside them, the longest first."""
+        limit = 2 * self._limits[0]
+        late = sorted((start for start in self._under_way if start.age(now) > limit), key=lambda start: -start.age(now))
+        return late[: len(self._under_way) - self.counted_on(now)]
+
+    def is_late(self, start: Start, now: float) -> bool:
+        """Whether it takes longer than it should."""
+        return start.age(now) > self._limits[0]
+
     def next_look(self, now: float) -> float | None:
         """In how many seconds one that is counted on now may not be any more; None: there is none."""
         if not self._under_way:
             return None
-        usual = self._usual
-        limits = [max(self._patience, usual or 0.0), *([] if usual is None else [usual])]
+        limits = self._limits
         looks = []
         for start in self._under_way:
             age = start.age(now)
-            looks += [limit - age for limit in limits if limit >= age]
+            looks += [limit - age for limit in (*limits, 2 * limits[0]) if limit >= age]
             if start.queued:
                 looks.append(QUEUE_LOOK)
         return min(looks, default=None)
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """Seconds after which a start is late by what is known, and by any measure."""
+        usual = self._usual
+        return (usual or self._patience), max(self._patience, usual or 0.0)
 
     @property
     def _usual(self) -> float | None:
@@ -110,5 +128,7 @@ class Starts:
     @property
     def _finished(self) -> int:
         """Those that succeeded since the oldest one under way began."""
+        if not self._under_way:
+            return 0
         oldest = self._under_way[0].since
         return sum(ended >= oldest for ended in self._ended)

@@ -263,6 +263,18 @@ class TestStartsThatFail:
 
 
 class TestStartsThatHang:
+    @pytest.fixture
+    def forward(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+        """Puts the pool's clock, which stands still otherwise, forward by seconds."""
+        monkeypatch.setattr("interception.placement.LEAST_PATIENCE", 1.0)
+        now = [100.0]
+        monkeypatch.setattr("interception.elastic.monotonic", lambda: now[0])
+
+        def forward(seconds: float) -> None:
+            now[0] += seconds
+
+        return forward
+
     async def test_another_is_begun_in_its_stead(self) -> None:
         hung = FakeMember(held=True)
         members = FakeMembers(FakeMember(), hung)
@@ -279,20 +291,17 @@ class TestStartsThatHang:
             await left(late, *rollouts)
 
     async def test_of_a_burst_those_that_hang_are_replaced_with_one_to_spare_and_never_beyond_the_bound(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, forward: Callable[[float], None]
     ) -> None:
-        monkeypatch.setattr("interception.placement.LEAST_PATIENCE", 1.0)
-        now = 100.0
-        monkeypatch.setattr("interception.elastic.monotonic", lambda: now)
         for bound, replaced in ((None, 4), (34, 3)):
             burst = [FakeMember(held=number % 10 == 2) for number in range(1, 32)]
             members = FakeMembers(FakeMember(), *burst, *(FakeMember(held=True) for _ in range(9)))
             async with elastic(members, multiplex=1, max_servers=bound) as pool:
-                now += 1.0
+                forward(1.0)
                 rollouts = [Rollout(pool) for _ in range(32)]
                 await seated(*(rollouts[index] for index in range(29)))
                 assert len(members.made) == 32
-                now += 1.1
+                forward(1.1)
                 pool._tick()
                 await settle()
                 assert len(members.made) == min(32 + replaced, bound or 99)
@@ -300,6 +309,79 @@ class TestStartsThatHang:
                     member.may_start.set()
                 await seated(*rollouts)
                 await left(*rollouts)
+
+    async def test_where_no_other_may_be_begun_beside_it_its_try_is_given_up(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        hung = FakeMember(held=True)
+        members = FakeMembers(FakeMember(), hung, FakeMember())
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            await until(lambda: hung.starts)
+            for seconds, said in ((1.5, ", takes longer than usual"), (0.6, "waits for its next try")):
+                assert said not in str(pool.stats())
+                forward(seconds)
+                pool._balance()
+                assert said in str(pool.stats())
+                assert "max_servers is 2" in repr(pool)
+            await seated(*rollouts)
+            assert (hung.stops, members.loads) == (1, [1, 0, 1])
+            assert "it took too long" in repr(pool)
+            await left(*rollouts)
+
+    async def test_its_last_try_is_left_to_its_end_and_so_is_one_that_nobody_waits_for(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        slow = [FakeMember(held=True) for _ in range(2)]
+        members = FakeMembers(FakeMember(), *slow)
+        async with elastic(members, multiplex=1, max_servers=2, start_tries=2) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            for number, member in enumerate(slow):
+                await until(lambda member=member: member.starts)  # type: ignore[misc]
+                forward(99.0)
+                pool._balance()
+                await settle()
+                assert member.stops == (number == 0)
+            slow[1].may_start.set()
+            await seated(*rollouts)
+            assert len(members.made) == 3
+            await left(*rollouts)
+        members = FakeMembers(FakeMember(), FakeMember(held=True))
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            holder, waiter = Rollout(pool), Rollout(pool)
+            await until(lambda: members.made[-1].starts)
+            await holder.leave()
+            await seated(waiter)
+            forward(99.0)
+            pool._balance()
+            await settle()
+            assert members.made[-1].stops == 0
+            await waiter.leave()
+
+    @pytest.mark.parametrize("rounds", range(6))
+    async def test_a_stop_while_one_is_given_up_leaves_nothing(
+        self, forward: Callable[[float], None], rounds: int
+    ) -> None:
+        hung = FakeMember(held=True, stop_held=True)
+        members = FakeMembers(FakeMember(), hung)
+        pool = elastic(members, multiplex=1, max_servers=2)
+        await pool.start()
+        rollouts = [Rollout(pool), Rollout(pool)]
+        await until(lambda: hung.starts)
+        forward(99.0)
+        pool._balance()
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(pool.stop())
+        await settle()
+        assert not stopping.done()
+        hung.may_stop.set()
+        await stopping
+        rollouts[0].tell()
+        await asyncio.wait([rollout.task for rollout in rollouts])
+        assert [isinstance(rollout.task.exception(), TunnelError) for rollout in rollouts[1:]] == [True]
+        assert (len(members.made), members.running, len(pool._starts)) == (2, 0, 0)
+        await until(lambda: not other_tasks())
 
     async def test_the_warm_up_hangs_and_the_pool_starts_all_the_same(self) -> None:
         hung = FakeMember(held=True)
@@ -645,7 +727,7 @@ class TestWhatItSays:
             assert "\n" not in repr(pool)
             with pytest.raises(TunnelError, match="TunnelError"):
                 await Rollout(pool).task
-            assert "the last: TunnelError" in repr(pool)
+            assert "s ago: TunnelError" in repr(pool)
             await holder.leave()
 
     async def test_what_waits_for_the_creation_limit_is_told_to_whoever_waits_too_long(self) -> None:
