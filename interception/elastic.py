@@ -109,6 +109,7 @@ class ElasticInterceptionPool(Pool):
         """See `Pool.stats`."""
         now = monotonic()
         waiters = [waiter for waiter in self._waiters if not waiter.seat.done()]
+        late = self._starts.limit(now)
         return replace(
             super().stats(),
             servers=tuple(ServerStats.of(server, self._idle_for(server, now)) for server in self._servers),
@@ -118,7 +119,7 @@ class ElasticInterceptionPool(Pool):
                     start.tries,
                     start.queued,
                     start.error,
-                    late=self._starts.is_late(start, now),
+                    late=start.age(now) > late,
                     between_tries=start.between_tries,
                 )
                 for start in self._starts

@@ -85,19 +85,25 @@ def place(
     return Plan(tuple(assign), start)
 
 
-def overdue(took: Sequence[float], *, finished: int, under_way: int) -> float | None:
-    """Seconds after which a start takes longer than it should, by how long the last ones `took`; None: none is known.
-
-    Half as long again as their median. Once half of those begun together (and `ENOUGH` at least) are through they tell
-    more exactly: a tenth longer, or four times as far from the median as half of them lie.
-    """
-    if not took:
-        return None
+def typical(took: Sequence[float]) -> tuple[float, float]:
+    """The median of what starts `took`, and how far from it half of them lie."""
     median = statistics.median(took)
-    if finished < max(ENOUGH, under_way):
+    return median, statistics.median(abs(seconds - median) for seconds in took)
+
+
+def overdue(typically: tuple[float, float] | None, ages: Sequence[float], *, finished: int) -> float | None:
+    """Seconds after which a start takes longer than it should, by what is `typical`; None: nothing is known.
+
+    Half as long again as the median. Once three quarters (and `ENOUGH`) of those that should be through are, they tell
+    more exactly: a tenth longer, or six times as far from the median as half of them lie. `ages`: of those under way;
+    `finished`: those that succeeded since the oldest of them began.
+    """
+    if typically is None:
+        return None
+    median, deviation = typically
+    if finished < max(ENOUGH, 3 * sum(age > median for age in ages)):
         return max(LEAST_PATIENCE, 1.5 * median)
-    deviation = statistics.median(abs(seconds - median) for seconds in took)
-    return max(LEAST_PATIENCE, median + max(0.1 * median, 4 * deviation))
+    return max(LEAST_PATIENCE, median + max(0.1 * median, 6 * deviation))
 
 
 def counted_on(ages: Sequence[float], *, finished: int, usual: float | None, patience: float) -> int:

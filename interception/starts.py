@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from interception.base import PoolMember
-from interception.placement import counted_on, overdue
+from interception.placement import counted_on, overdue, typical
 
 TIMES_REMEMBERED = 16
 ENDS_REMEMBERED = 256
@@ -50,6 +50,7 @@ class Starts:
         self._patience = patience
         self._under_way: list[Start] = []
         self._took: deque[float] = deque(maxlen=TIMES_REMEMBERED)  # seconds
+        self._typically: tuple[float, float] | None = None
         self._ended: deque[float] = deque(maxlen=ENDS_REMEMBERED)  # when starts succeeded
 
     def __iter__(self) -> Iterator[Start]:
@@ -71,6 +72,7 @@ class Starts:
 
     def succeeded(self, start: Start, now: float) -> None:
         self._took.append(start.age(now))
+        self._typically = typical(self._took)
         self._ended.append(now)
         self.ended(start)
 
@@ -83,47 +85,39 @@ class Starts:
         """See `placement.counted_on`."""
         if not self._under_way:
             return 0
-        usual = self._usual
-        return counted_on(
-            [start.age(now) for start in self._under_way],
-            finished=self._finished,
-            usual=usual,
-            patience=max(self._patience, usual or 0.0),
-        )
+        ages = self._ages(now)
+        usual = self._usual(ages)
+        return counted_on(ages, finished=self._finished, usual=usual, patience=max(self._patience, usual or 0.0))
+
+    def limit(self, now: float) -> float:
+        """Seconds after which a start takes longer than it should."""
+        return self._limit(self._ages(now))
 
     def hopeless(self, now: float) -> list[Start]:
         """Those that are not counted on and take twice as long as would be long: the ones to give up where nothing can
         be begun beside them, the longest first."""
-        limit = 2 * self._limits[0]
+        limit = 2 * self.limit(now)
         late = sorted((start for start in self._under_way if start.age(now) > limit), key=lambda start: -start.age(now))
         return late[: len(self._under_way) - self.counted_on(now)]
 
-    def is_late(self, start: Start, now: float) -> bool:
-        """Whether it takes longer than it should."""
-        return start.age(now) > self._limits[0]
-
     def next_look(self, now: float) -> float | None:
         """In how many seconds one that is counted on now may not be any more; None: there is none."""
-        if not self._under_way:
-            return None
-        limits = self._limits
-        looks = []
-        for start in self._under_way:
-            age = start.age(now)
-            looks += [limit - age for limit in (*limits, 2 * limits[0]) if limit >= age]
-            if start.queued:
-                looks.append(QUEUE_LOOK)
+        ages = self._ages(now)
+        limit = self._limit(ages)
+        limits = limit, 2 * limit, max(self._patience, limit)
+        looks = [moment - age for age in ages for moment in limits if moment >= age]
+        if any(start.queued for start in self._under_way):
+            looks.append(QUEUE_LOOK)
         return min(looks, default=None)
 
-    @property
-    def _limits(self) -> tuple[float, float]:
-        """Seconds after which a start is late by what is known, and by any measure."""
-        usual = self._usual
-        return (usual or self._patience), max(self._patience, usual or 0.0)
+    def _ages(self, now: float) -> list[float]:
+        return [start.age(now) for start in self._under_way]
 
-    @property
-    def _usual(self) -> float | None:
-        return overdue(self._took, finished=self._finished, under_way=len(self._under_way))
+    def _limit(self, ages: list[float]) -> float:
+        return self._usual(ages) or self._patience
+
+    def _usual(self, ages: list[float]) -> float | None:
+        return overdue(self._typically, ages, finished=self._finished)
 
     @property
     def _finished(self) -> int:

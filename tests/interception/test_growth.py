@@ -279,7 +279,7 @@ class TestStartsThatHang:
         hung = FakeMember(held=True)
         members = FakeMembers(FakeMember(), hung)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._starts._took.clear()  # as if nothing were known of how long a start takes
+            pool._starts._typically = None  # as if nothing were known of how long a start takes
             rollouts = [Rollout(pool), Rollout(pool)]
             await seated(*rollouts)
             assert [member.load for member in members] == [1, 0, 1]
@@ -407,7 +407,7 @@ class TestStartsThatHang:
         queued.queued = True  # type: ignore[attr-defined]
         members = FakeMembers(FakeMember(), queued)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._starts._took.clear()
+            pool._starts._typically = None
             rollouts = [Rollout(pool), Rollout(pool)]
             await until(lambda: queued.starts)
             # The pool looks again and again whether it is overdue; one of those looks is waited for.

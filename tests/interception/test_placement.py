@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interception.placement import ENOUGH, LEAST_PATIENCE, Plan, counted_on, idle_too_long, overdue, place
+from interception.placement import ENOUGH, LEAST_PATIENCE, Plan, counted_on, idle_too_long, overdue, place, typical
 
 
 @dataclass(frozen=True)
@@ -253,22 +253,24 @@ def test_there_is_an_end_to_replacing_those_that_hang(hung: int, young: int, fin
 
 
 @pytest.mark.parametrize(
-    ("took", "finished", "under_way", "limit"),
+    ("took", "ages", "finished", "limit"),
     [
-        pytest.param([], 0, 1, None, id="nothing is known"),
-        pytest.param([2.0], 0, 1, 3.0, id="half as long again as the last one"),
-        pytest.param([1.0, 2.0, 9.0], 2, 1, 3.0, id="one that took long does not tell"),
-        pytest.param([2.0] * 16, 20, 21, 3.0, id="not half of those beside it are through"),
-        pytest.param([2.0] * 16, 7, 1, 3.0, id="those beside it are few"),
-        pytest.param([2.0] * 16, 28, 3, 2.2, id="those beside it are through, and all alike"),
-        pytest.param([1.5, 1.75, 2.0, 2.25, 2.5] * 3, 28, 3, 3.0, id="they are through, and differ"),
-        pytest.param([0.01] * 16, 28, 3, LEAST_PATIENCE, id="a moment is no sign of anything"),
+        pytest.param([], [1.0], 0, None, id="nothing is known"),
+        pytest.param([2.0], [1.0], 0, 3.0, id="half as long again as the last one"),
+        pytest.param([1.0, 2.0, 9.0], [1.0], 2, 3.0, id="one that took long does not tell"),
+        pytest.param([2.0] * 16, [2.1] * 9, 23, 3.0, id="many of those beside it are not through"),
+        pytest.param([2.0] * 16, [2.1], 7, 3.0, id="those beside it are few"),
+        pytest.param([2.0] * 16, [2.1] * 3 + [0.1] * 9, 28, 2.2, id="those beside it are through, and all alike"),
+        pytest.param([1.5, 1.75, 2.0, 2.25, 2.5] * 3, [2.1], 28, 3.5, id="they are through, and differ"),
+        pytest.param([0.01] * 16, [0.1], 28, LEAST_PATIENCE, id="a moment is no sign of anything"),
     ],
 )
 def test_how_long_a_start_should_take_at_most(
-    took: list[float], finished: int, under_way: int, limit: float | None
+    took: list[float], ages: list[float], finished: int, limit: float | None
 ) -> None:
-    assert overdue(took, finished=finished, under_way=under_way) == (None if limit is None else pytest.approx(limit))
+    assert overdue(typical(took) if took else None, ages, finished=finished) == (
+        None if limit is None else pytest.approx(limit)
+    )
 
 
 @pytest.mark.parametrize(
