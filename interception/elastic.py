@@ -317,10 +317,11 @@ class ElasticInterceptionPool(Pool):
     async def _grow(self, start: Start) -> None:
         failure: Exception | None = None
         backoff = self.config.start_backoff
+        pause = wait_exponential(backoff, BACKOFF_CAP) + wait_random(0, backoff)
         try:
             async for attempt in AsyncRetrying(
                 stop=lambda _: start.tries >= self.config.start_tries,
-                wait=wait_exponential(backoff, BACKOFF_CAP) + wait_random(0, backoff),
+                wait=lambda state: 0.0 if start.given_up else pause(state),
                 retry=retry_if_exception(lambda error: self._failed(start, error)),
                 reraise=True,
             ):

@@ -315,7 +315,8 @@ class TestStartsThatHang:
     ) -> None:
         hung = FakeMember(held=True)
         members = FakeMembers(FakeMember(), hung, FakeMember())
-        async with elastic(members, multiplex=1, max_servers=2) as pool:
+        # The next try follows at once: nothing was refused.
+        async with elastic(members, multiplex=1, max_servers=2, start_backoff=FOREVER) as pool:
             rollouts = [Rollout(pool), Rollout(pool)]
             await until(lambda: hung.starts)
             for seconds, said in ((1.5, ", takes longer than usual"), (0.6, "waits for its next try")):
