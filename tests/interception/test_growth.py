@@ -359,6 +359,22 @@ class TestStartsThatHang:
             assert members.made[-1].stops == 0
             await waiter.leave()
 
+    async def test_one_that_failed_and_whose_end_takes_long_is_not_given_up_besides(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        failed = FakeMember(error=TunnelError("a blip"), stop_held=True)
+        members = FakeMembers(FakeMember(), failed, FakeMember())
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            await until(lambda: failed.stops)
+            forward(99.0)
+            pool._balance()
+            await settle()
+            failed.may_stop.set()
+            await seated(*rollouts)
+            assert pool.stats().last_error == "a blip"
+            await left(*rollouts)
+
     @pytest.mark.parametrize("rounds", range(6))
     async def test_a_stop_while_one_is_given_up_leaves_nothing(
         self, forward: Callable[[float], None], rounds: int
