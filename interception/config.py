@@ -62,8 +62,8 @@ class ElasticInterceptionPoolConfig(BasePoolConfig):
     """Seconds before the second try, doubled for each one after it up to 10, with as much jitter."""
     start_patience: float = Field(5.0, gt=0)
     """Seconds for which a start is counted on; then another one is begun in its stead, and what it yields in the end is
-    used, too. Once it is known how long starts take, and half of those begun together are through (or it is one of
-    two), half as long again as the median of the last 16: see `placement.counted_on`."""
+    used, too. Once it is known how long starts take, a few are replaced earlier (see `placement.overdue` and
+    `placement.counted_on`), and at `max_servers` a try that takes twice as long is given up for the next one."""
 
     @field_validator("tunnel")
     @classmethod

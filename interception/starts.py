@@ -95,7 +95,9 @@ class Starts:
 
     def hopeless(self, now: float) -> list[Start]:
         """Those that are not counted on and take twice as long as would be long: the ones to give up where nothing can
-        be begun beside them, the longest first."""
+        be begun beside them, the longest first. None while nothing is known of how long starts take."""
+        if self._typically is None:
+            return []
         limit = 2 * self.limit(now)
         late = sorted((start for start in self._under_way if start.age(now) > limit), key=lambda start: -start.age(now))
         return late[: len(self._under_way) - self.counted_on(now)]

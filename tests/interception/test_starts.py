@@ -120,6 +120,16 @@ def test_a_failed_try_begins_a_new_time_and_the_pause_after_it_does_not_count() 
     assert start.tries == 2
 
 
+def test_none_is_hopeless_before_it_is_known_how_long_starts_take() -> None:
+    starts = Starts(PATIENCE)
+    first, late, later = (starts.begin(float(number)) for number in range(3))
+    assert starts.hopeless(60.0) == []
+    starts.succeeded(first, 2.0)
+    assert starts.hopeless(6.9) == []
+    assert starts.hopeless(7.1) == [late]
+    assert starts.hopeless(9.0) == [late, later]
+
+
 def test_one_that_ended_twice_has_ended() -> None:
     starts = Starts(PATIENCE)
     start = starts.begin(0.0)
