@@ -110,27 +110,27 @@ class PrimeTunnel(Tunnel):
         # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection. One for
         # all tries: what any of them left is on one record, and deleted with what the last one makes.
         label = f"interception-{secrets.token_hex(8)}"
-        unsure = 0
-        for attempt in range(1, REGISTER_TRIES + 1):
-            client = self._starting = self._new_client(port, account, label, unsure)
-            last = attempt == REGISTER_TRIES
-            try:
-                await self._register(client, last)
-                return client
-            except TunnelLimitError:
-                raise
-            except TunnelError as error:
-                if last:
-                    error.tries = REGISTER_TRIES
+        client, unsure = None, 0
+        try:
+            for attempt in range(1, REGISTER_TRIES + 1):
+                client = self._starting = self._new_client(port, account, label, unsure)
+                try:
+                    await self._register(client)
+                    return client
+                except TunnelLimitError:
                     raise
-                logger.warning("no tunnel yet, trying again: %s", error)
-            unsure = client.may_have_left
-            try:
+                except TunnelError as error:
+                    if attempt == REGISTER_TRIES:
+                        error.tries = REGISTER_TRIES
+                        raise
+                    logger.warning("no tunnel yet, trying again: %s", error)
+                unsure = client.may_have_left
                 # Jittered, for many start at once and are refused at once.
                 await asyncio.sleep(self.policy.restart_backoff * 4 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            except BaseException:
+        except BaseException:
+            if client is not None:
                 client.let_go()
-                raise
+            raise
         raise AssertionError("unreachable")
 
     async def _quota_was_freed(self) -> bool:
@@ -158,8 +158,8 @@ class PrimeTunnel(Tunnel):
         _live.add(client)
         return client
 
-    async def _register(self, client: "_Client", last: bool) -> None:
-        """Start it; if that fails, nothing is left of it but, unless it is the `last` try, its record."""
+    async def _register(self, client: "_Client") -> None:
+        """Start it; if that fails, nothing is left of it but, unless that is certain, its record, still ours."""
         starting = protected(client.start())
         try:
             await asyncio.wait([starting])
@@ -169,14 +169,13 @@ class PrimeTunnel(Tunnel):
         try:
             starting.result()
         except Exception as error:
-            limits = (prime_tunnel.TunnelAuthError, prime_tunnel.TunnelLimitReachedError)
-            refused = isinstance(error, limits) or "maximum number of" in str(error).lower()
             # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
-            await run_to_end(client.discard(again=not (last or refused)))
+            await run_to_end(client.discard(again=True))
             if isinstance(invalid := error.__cause__, ValidationError):
                 # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
                 raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
-            if refused:
+            limits = (prime_tunnel.TunnelAuthError, prime_tunnel.TunnelLimitReachedError)
+            if isinstance(error, limits) or "maximum number of" in str(error).lower():
                 raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
             raise TunnelError(f"no Prime tunnel: {error}") from error
 

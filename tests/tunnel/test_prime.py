@@ -420,14 +420,17 @@ class TestRefusals:
         assert sorted(service.deletes) == sorted(service.created)
         assert records(service) == []
 
-    async def test_a_start_cancelled_between_two_tries_lets_its_record_go(
-        self, service: FakePrime, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("moment", ["as it looks for what it left", "between two tries"])
+    async def test_a_start_that_is_cancelled_lets_its_record_go(
+        self, service: FakePrime, caplog: pytest.LogCaptureFixture, moment: str
     ) -> None:
         service.refuse_creates(503, "no upstream")
         service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+        if moment != "between two tries":
+            service.api_delay["GET"] = 0.3
         policy = POLICY.model_copy(update={"restart_backoff": 600.0})
         starting = asyncio.ensure_future(Watched(policy=policy).expose(1).__aenter__())
-        await until(lambda: "trying again" in caplog.text)
+        await until(lambda: "trying again" in caplog.text or (service.api_delay and service.api_calls("GET")))
         (path,) = records(service)
         assert json.loads(path.read_text())["owner"]["pid"] == os.getpid()
         await cancel(starting, 2)
