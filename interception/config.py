@@ -56,14 +56,14 @@ class ElasticInterceptionPoolConfig(BasePoolConfig):
     idle_timeout: float | None = Field(300.0, ge=0)
     """Seconds after which a server without a rollout is stopped. None: it stays until the pool is stopped."""
     start_tries: int = Field(3, ge=1)
-    """Times a server is tried to be started before its waiters hear why it cannot be. A limit (quota, credentials) is
-    never tried again."""
+    """Times a server is tried to be started before its waiters hear why it cannot be; those by its tunnel count, and
+    Prime's asks three times itself. A limit (quota, credentials) is never tried again."""
     start_backoff: float = Field(0.5, gt=0)
     """Seconds before the second try, doubled for each one after it up to 10, with as much jitter."""
     start_patience: float = Field(5.0, gt=0)
     """Seconds for which a start is counted on; then another one is begun in its stead, and what it yields in the end is
-    used, too. Once it is known how long starts take, and half of those begun together are through (or it is one of
-    two), half as long again as the median of the last 16: see `placement.counted_on`."""
+    used, too. Once it is known how long starts take, a few are replaced earlier (see `placement.overdue` and
+    `placement.counted_on`), and at `max_servers` a try that takes twice as long is given up for the next one."""
 
     @field_validator("tunnel")
     @classmethod

@@ -2,21 +2,21 @@
 
 import asyncio
 import logging
-import statistics
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_random
 
 from interception.base import AcquireTimeoutError, PoolMember, Slot
 from interception.config import ElasticInterceptionPoolConfig, InterceptionServerConfig
-from interception.placement import counted_on, idle_too_long, place
+from interception.placement import idle_too_long, place
 from interception.pool import Pool, ServerFactory, has
 from interception.server import InterceptionServer, raise_if_lost
 from interception.session import RolloutSession, check_usable
+from interception.starts import Start, Starts
 from interception.stats import PoolStats, ServerStats, StartStats, in_a_line, url_of
 from tunnel import TunnelError, TunnelLimitError
 from tunnel.teardown import cancel_and_wait, run_to_end
@@ -30,37 +30,12 @@ LIMIT_PAUSE = 30.0
 """Seconds without a start after a limit (quota, credentials) was met, while there are servers whose slots become free:
 what is refused is not asked for once for each batch of waiters."""
 
-STARTS_REMEMBERED = 16
-ENDS_REMEMBERED = 256
-"""More than are ever begun together: 8,192 rollouts by 32."""
-
-LEAST_PATIENCE = 1.0
-"""Seconds; below this a start that takes half as long again as usual is no sign of anything."""
-
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     session: RolloutSession
     since: float
     seat: "asyncio.Future[tuple[PoolMember, Slot]]"
-
-
-@dataclass(slots=True, eq=False)
-class _Start:
-    """A server being started, over all its tries."""
-
-    since: float
-    counted_from: float
-    """Since when it has not waited for its turn within the creation limit."""
-    tries: int = 0
-    error: str | None = None
-    """Of the last try that failed."""
-    server: PoolMember | None = None
-    task: "asyncio.Task[None]" = field(init=False)
-
-    @property
-    def queued(self) -> bool:
-        return bool(getattr(self.server, "queued", False))
 
 
 class ElasticInterceptionPool(Pool):
@@ -79,16 +54,15 @@ class ElasticInterceptionPool(Pool):
         if not isinstance(self.config, ElasticInterceptionPoolConfig):
             raise TypeError(f"not an ElasticInterceptionPoolConfig: {type(config).__name__}")
         self._waiters: deque[_Waiter] = deque()
-        self._starts: list[_Start] = []
+        self._starts = Starts(self.config.start_patience)
         self._warm: asyncio.Future[Exception | None] | None = None  # done: the first server is there, or why not
-        self._took: deque[float] = deque(maxlen=STARTS_REMEMBERED)  # seconds
-        self._ended: deque[float] = deque(maxlen=ENDS_REMEMBERED)  # when starts succeeded
         self._idle_since: dict[int, float] = {}  # by id: members need not be hashable
         self._timer: asyncio.TimerHandle | None = None
         self._limited_until = 0.0
         self._idled = 0
         self._failed_starts = 0
         self._last_error: str | None = None
+        self._last_failed = 0.0
 
     async def start(self) -> None:
         """Warms `min_servers` up, side by side, and returns when the first one serves.
@@ -135,11 +109,20 @@ class ElasticInterceptionPool(Pool):
         """See `Pool.stats`."""
         now = monotonic()
         waiters = [waiter for waiter in self._waiters if not waiter.seat.done()]
+        late = self._starts.limit(now)
         return replace(
             super().stats(),
             servers=tuple(ServerStats.of(server, self._idle_for(server, now)) for server in self._servers),
             starting=tuple(
-                StartStats(now - start.since, start.tries, start.queued, start.error) for start in self._starts
+                StartStats(
+                    now - start.since,
+                    start.tries,
+                    start.queued,
+                    start.error,
+                    late=start.age(now) > late,
+                    between_tries=start.between_tries,
+                )
+                for start in self._starts
             ),
             capacity=len(self._servers) * self.config.multiplex,
             waiting=len(waiters),
@@ -147,6 +130,9 @@ class ElasticInterceptionPool(Pool):
             idled=self._idled,
             failed_starts=self._failed_starts,
             last_error=self._last_error,
+            last_failed=None if self._last_error is None else now - self._last_failed,
+            pause=max(0.0, self._limited_until - now),
+            bound=self.config.max_servers if self._at_the_bound else None,
         )
 
     # -- rollouts ------------------------------------------------------------------------------
@@ -182,9 +168,7 @@ class ElasticInterceptionPool(Pool):
             return
         stats = self.stats()
         self._forget(waiter)
-        bound = self.config.max_servers
-        full = "" if bound is None or len(self._servers) + len(self._starts) < bound else f" (max_servers is {bound})"
-        waiter.seat.set_exception(AcquireTimeoutError(f"no slot within {timeout:g} s: {stats.summary}{full}"))
+        waiter.seat.set_exception(AcquireTimeoutError(f"no slot within {timeout:g} s: {stats.summary}"))
 
     def _forget(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
@@ -217,8 +201,12 @@ class ElasticInterceptionPool(Pool):
             # A waiter that was cancelled has a cancelled future before its task runs again and takes it away.
             self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())
             start = self._seat_waiters(self._may_start())
-        for _ in range(start):
-            self._begin_start()
+        while start:
+            for _ in range(start):
+                self._begin_start()
+            start = self._seat_waiters(self._may_start())  # of these some may hang, too
+        if self._waiters and self._at_the_bound:
+            self._give_hopeless_up()
         self._set_timer()
 
     def _may_start(self) -> int | None:
@@ -227,13 +215,28 @@ class ElasticInterceptionPool(Pool):
         bound = self.config.max_servers
         return None if bound is None else bound - len(self._servers) - len(self._starts)
 
+    @property
+    def _at_the_bound(self) -> bool:
+        bound = self.config.max_servers
+        return bound is not None and len(self._servers) + len(self._starts) >= bound
+
+    def _give_hopeless_up(self) -> None:
+        """Where none may be begun in the stead of a start that hangs, its try is ended, and the next one made; the last
+        one is left to its end, for all may have become slow."""
+        now = monotonic()
+        hopeless = [start for start in self._starts.hopeless(now) if start.tries < self.config.start_tries]
+        missing = -(-len(self._waiters) // self.config.multiplex) - self._starts.counted_on(now)
+        for start in hopeless[: max(0, missing)]:
+            start.given_up = start.between_tries = True
+            start.task.cancel()
+
     def _seat_waiters(self, may_start: int | None) -> int:
         """Seats who can be seated now; how many servers to start for the others."""
         plan = place(
             self._servers,
             max(len(self._waiters), int(self._warming)),
             capacity=self.config.multiplex,
-            starting=self._counted_on(),
+            starting=self._starts.counted_on(monotonic()),
             may_start=may_start,
         )
         for server in [self._servers[index] for index in plan.assign]:
@@ -276,10 +279,10 @@ class ElasticInterceptionPool(Pool):
     def _set_timer(self) -> None:
         """For the next moment at which something changes by itself: a start is overdue, a server idle too long."""
         moments: list[float] = []
-        if self._starts and (self._waiters or self._warming):
-            usual, patience = self._usual, self._patience
-            for age in map(self._age, self._starts):
-                moments += [limit - age for limit in (usual, patience) if limit is not None and limit >= age]
+        if self._waiters or self._warming:
+            look = self._starts.next_look(monotonic())
+            if look is not None:
+                moments.append(look)
         timeout = self.config.idle_timeout
         if timeout is not None and self._idle_since and len(self._servers) > self.config.min_servers:
             now = monotonic()
@@ -301,33 +304,6 @@ class ElasticInterceptionPool(Pool):
     def _warming(self) -> bool:
         return self._warm is not None and not self._warm.done()
 
-    @property
-    def _usual(self) -> float | None:
-        """Seconds that a start takes at most, as far as is known."""
-        return max(LEAST_PATIENCE, 1.5 * statistics.median(self._took)) if self._took else None
-
-    @property
-    def _patience(self) -> float:
-        return max(self.config.start_patience, self._usual or 0.0)
-
-    def _counted_on(self) -> int:
-        """Of the starts under way."""
-        if not self._starts:
-            return 0
-        oldest = min(start.since for start in self._starts)
-        return counted_on(
-            [self._age(start) for start in self._starts],
-            finished=sum(ended >= oldest for ended in self._ended),
-            usual=self._usual,
-            patience=self._patience,
-        )
-
-    def _age(self, start: _Start) -> float:
-        """Seconds for which it has been under way; those in the queue of the creation limit do not count."""
-        if start.queued:
-            start.counted_from = monotonic()
-        return monotonic() - start.counted_from
-
     def _idle_for(self, server: PoolMember, now: float) -> float | None:
         since = self._idle_since.get(id(server))
         return None if since is None or server.load else now - since
@@ -335,23 +311,22 @@ class ElasticInterceptionPool(Pool):
     # -- growth --------------------------------------------------------------------------------
 
     def _begin_start(self) -> None:
-        now = monotonic()
-        start = _Start(now, now)
-        self._starts.append(start)
+        start = self._starts.begin(monotonic())
         start.task = asyncio.create_task(self._grow(start), name="start an interception server")
 
-    async def _grow(self, start: _Start) -> None:
+    async def _grow(self, start: Start) -> None:
         failure: Exception | None = None
         backoff = self.config.start_backoff
+        pause = wait_exponential(backoff, BACKOFF_CAP) + wait_random(0, backoff)
         try:
             async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(self.config.start_tries),
-                wait=wait_exponential(backoff, BACKOFF_CAP) + wait_random(0, backoff),
+                stop=lambda _: start.tries >= self.config.start_tries,
+                wait=lambda state: 0.0 if start.given_up else pause(state),
                 retry=retry_if_exception(lambda error: self._failed(start, error)),
                 reraise=True,
             ):
                 with attempt:
-                    start.tries += 1
+                    self._starts.try_again(start, monotonic())
                     await self._start_server(start)
         except Exception as error:  # noqa: BLE001 - the waiters it would have served hear it
             failure = error
@@ -360,26 +335,28 @@ class ElasticInterceptionPool(Pool):
                 raise
             failure = TunnelError("the start of the server was cancelled from within")
         finally:
-            if start in self._starts:
-                self._starts.remove(start)
+            self._starts.ended(start)
         if failure is not None:
             self._start_failed(start, failure)
 
-    def _failed(self, start: _Start, error: BaseException) -> bool:
+    def _failed(self, start: Start, error: BaseException) -> bool:
         """Notes a try that failed; whether another one is worth it."""
         if not isinstance(error, Exception):
             return False
         start.error = self._last_error = in_a_line(error)
+        self._last_failed = monotonic()
         self._failed_starts += 1
+        if isinstance(error, TunnelError):
+            start.tries += error.tries - 1
         again = self._started and isinstance(error, TunnelError) and not isinstance(error, TunnelLimitError)
         # Who waited may have been seated elsewhere meanwhile.
         again = again and (bool(self._waiters) or len(self._servers) < self.config.min_servers)
         if again and start.tries < self.config.start_tries:
             logger.warning("a server could not be started, trying again: %s", error)
+        start.between_tries = again
         return again
 
-    async def _start_server(self, start: _Start) -> None:
-        begun = monotonic()
+    async def _start_server(self, start: Start) -> None:
         server = self._make(InterceptionServerConfig(tunnel=self.config.tunnel, serving=self.config.serving))
         start.server = server
         try:
@@ -387,20 +364,22 @@ class ElasticInterceptionPool(Pool):
             if not server.healthy:
                 raise TunnelError(f"it was lost while it started: {getattr(server, 'lost', None) or 'not healthy'}")
         except BaseException:
+            start.between_tries = True
             await run_to_end(self._stop_server(server))
+            # That was the pool itself, and nobody else besides.
+            if start.given_up and not start.task.uncancel():
+                raise TunnelError("it took too long, and no other could be started beside it") from None
             raise
-        self._took.append(monotonic() - max(begun, start.counted_from))
-        self._ended.append(monotonic())
-        self._starts.remove(start)
+        self._starts.succeeded(start, monotonic())
         self._servers.append(server)
         self._idle_since[id(server)] = monotonic()
         self._warmed(None)
         self._server_changed(server)
 
-    def _start_failed(self, start: _Start, error: Exception) -> None:
+    def _start_failed(self, start: Start, error: Exception) -> None:
         """After its last try: those whom it would have served hear why, and nobody else."""
         logger.warning("a server could not be started (tries: %d): %s", start.tries, error)
-        counted = self._counted_on()
+        counted = self._starts.counted_on(monotonic())
         if not counted:
             self._warmed(error)
         self._waiters = deque(waiter for waiter in self._waiters if not waiter.seat.done())

@@ -67,15 +67,23 @@ class ServerStats:
 @dataclass(frozen=True, slots=True)
 class StartStats:
     """A server that is being started: for how many `seconds`, at which try, whether it waits for its turn within the
-    creation limit (`queued`), and why the last try failed."""
+    creation limit (`queued`) or for its next try, why the last try failed, and whether it is `late`: then another one
+    is begun in its stead, if one may be."""
 
     seconds: float
     tries: int
     queued: bool
     error: str | None
+    late: bool = False
+    between_tries: bool = False
 
     def __str__(self) -> str:
-        what = "waits for its turn within the creation limit" if self.queued else f"try {self.tries}"
+        if self.queued:
+            what = "waits for its turn within the creation limit"
+        elif self.between_tries:
+            what = f"waits for its next try (tries: {self.tries})"
+        else:
+            what = f"try {self.tries}" + (", takes longer than usual" if self.late else "")
         return f"starting for {self.seconds:.1f} s, {what}" + (f"; the last one: {self.error}" if self.error else "")
 
 
@@ -104,6 +112,12 @@ class PoolStats:
     """Of those."""
     lag: LoopLag | None = None
     """Of the event loop it runs on; None: it was never started."""
+    last_failed: float | None = None
+    """How long ago the last try failed."""
+    pause: float = 0.0
+    """For how long no server is started while there are others, as a limit (quota, credentials) was met."""
+    bound: int | None = None
+    """`max_servers`, while there are, or are being started, so many."""
 
     @property
     def in_use(self) -> int:
@@ -120,15 +134,22 @@ class PoolStats:
         ]
         if self.starting:
             queued = sum(start.queued for start in self.starting)
+            late = sum(start.late for start in self.starting)
             turn = f" ({queued} of them wait for their turn within the creation limit)" if queued else ""
-            parts.append(f"{len(self.starting)} starting{turn}")
+            slow = f" ({late} of them longer than usual)" if late else ""
+            parts.append(f"{len(self.starting)} starting{turn}{slow}")
         if self.waiting:
             parts.append(f"{self.waiting} waiting (the longest for {self.longest_wait:.1f} s)")
+            if self.bound is not None:
+                parts.append(f"max_servers is {self.bound}")
+            if self.pause:
+                parts.append(f"a limit was met: none is started for {self.pause:.0f} s")
         if self.lost:
             rest = sum(server.load for server in self.retired)
             parts.append(f"{self.lost} lost" + (f" ({_count(rest, 'rollout')} still on them)" if rest else ""))
         if self.last_error is not None:
-            parts.append(f"{_count(self.failed_starts, 'failed start')}, the last: {self.last_error}")
+            ago = "" if self.last_failed is None else f" {self.last_failed:.0f} s ago"
+            parts.append(f"{_count(self.failed_starts, 'failed start')}, the last{ago}: {self.last_error}")
         return ", ".join(parts)
 
     def __str__(self) -> str:

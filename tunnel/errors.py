@@ -4,6 +4,9 @@
 class TunnelError(Exception):
     """A local port could not be made, or kept, reachable. Trying again may help."""
 
+    tries: int = 1
+    """How often it had been tried by then: who tries it again shall count them all."""
+
 
 class TunnelGoneError(TunnelError):
     """The registration can never serve again: only a new tunnel, with a new URL, helps."""

@@ -107,17 +107,30 @@ class PrimeTunnel(Tunnel):
         return self._client
 
     async def _register_persistently(self, port: int, account: Account) -> "_Client":
-        for attempt in range(REGISTER_TRIES):
-            try:
-                return await self._register(port, account)
-            except TunnelLimitError:
-                raise
-            except TunnelError as error:
-                if attempt == REGISTER_TRIES - 1:
+        # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection. One for
+        # all tries: what any of them left is on one record, and deleted with what the last one makes.
+        label = f"interception-{secrets.token_hex(8)}"
+        client, unsure = None, 0
+        try:
+            for attempt in range(1, REGISTER_TRIES + 1):
+                client = self._starting = self._new_client(port, account, label, unsure)
+                try:
+                    await self._register(client)
+                    return client
+                except TunnelLimitError:
                     raise
-                logger.warning("no tunnel yet, trying again: %s", error)
-            # Jittered, for many start at once and are refused at once.
-            await asyncio.sleep(self.policy.restart_backoff * 2**attempt * random.uniform(0.5, 1.5))
+                except TunnelError as error:
+                    if attempt == REGISTER_TRIES:
+                        error.tries = REGISTER_TRIES
+                        raise
+                    logger.warning("no tunnel yet, trying again: %s", error)
+                unsure = client.may_have_left
+                # Jittered, for many start at once and are refused at once.
+                await asyncio.sleep(self.policy.restart_backoff * 4 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        except BaseException:
+            if client is not None:
+                client.let_go()
+            raise
         raise AssertionError("unreachable")
 
     async def _quota_was_freed(self) -> bool:
@@ -132,9 +145,7 @@ class PrimeTunnel(Tunnel):
         if reaping is not None:
             await reaping.leave()
 
-    async def _register(self, port: int, account: Account) -> "_Client":
-        # The label finds registrations whose answer was lost: the SDK repeats a create on a dropped connection.
-        label = f"interception-{secrets.token_hex(8)}"
+    def _new_client(self, port: int, account: Account, label: str, unsure: int) -> "_Client":
         sdk = prime_tunnel.Tunnel(
             port,
             local_addr="127.0.0.1",
@@ -143,8 +154,12 @@ class PrimeTunnel(Tunnel):
             labels=[label, *self.config.labels],
             connection_timeout=self.config.connection_timeout,
         )
-        client = self._starting = _Client(sdk, label, self.config, account)
+        client = _Client(sdk, label, self.config, account, unsure)
         _live.add(client)
+        return client
+
+    async def _register(self, client: "_Client") -> None:
+        """Start it; if that fails, nothing is left of it but, unless that is certain, its record, still ours."""
         starting = protected(client.start())
         try:
             await asyncio.wait([starting])
@@ -155,7 +170,7 @@ class PrimeTunnel(Tunnel):
             starting.result()
         except Exception as error:
             # Also after a refusal: the create may have been a repeated one, and the first have made a registration.
-            await run_to_end(client.discard())
+            await run_to_end(client.discard(again=True))
             if isinstance(invalid := error.__cause__, ValidationError):
                 # Neither quoted nor chained, for it quotes the answer, with the tunnel's token and secret.
                 raise TunnelError(f"no Prime tunnel: the answer is not as expected: {_faults(invalid)}") from None
@@ -163,7 +178,6 @@ class PrimeTunnel(Tunnel):
             if isinstance(error, limits) or "maximum number of" in str(error).lower():
                 raise TunnelLimitError(f"Prime refused the tunnel: {error}") from error
             raise TunnelError(f"no Prime tunnel: {error}") from error
-        return client
 
     async def _disconnect(self) -> None:
         client, self._client, self._starting = self._client, None, None
@@ -200,11 +214,16 @@ class _Client:
 
     program = "frpc"
 
-    def __init__(self, sdk: "prime_tunnel.Tunnel", label: str, config: PrimeTunnelConfig, account: Account) -> None:
+    def __init__(
+        self, sdk: "prime_tunnel.Tunnel", label: str, config: PrimeTunnelConfig, account: Account, unsure: int
+    ) -> None:
+        """`unsure`: registrations that an earlier try may have left under the same label."""
         directory = account.directory
         self.sdk = sdk
         self._label = label
         self._stop_timeout = config.stop_timeout
+        self.may_have_left = 0
+        """Registrations that could not be looked for, or not be deleted."""
         self._record = record = Record(
             directory,
             Entry(
@@ -221,6 +240,7 @@ class _Client:
             # On record first: a create that its owner did not live to see answered is found by the label.
             before_create=lambda: record.write(asked_at=time.time()),
         )
+        self._api.may_have_made = unsure
         self._team_id = config.team_id if config.team_id is not None else self._api.config.team_id
         record.entry.team_id = self._team_id
         sidecar.hold(account, directory, config.deletes_per_minute)
@@ -328,9 +348,9 @@ class _Client:
             self._remove_config_file()
             await self.discard(known=known)
 
-    async def discard(self, deadline: float | None = None, known: str | None = None) -> None:
+    async def discard(self, deadline: float | None = None, known: str | None = None, *, again: bool = False) -> None:
         """Delete what carries our label and is not deleted yet; what cannot be deleted is named in the log, and left
-        on record. `known` is the id of one of them.
+        on record. `known` is the id of one of them; `again`: the label is used again, and the record stays ours.
         """
         deletion = Deletion(self._api, self._label, self._team_id, known)
         deletion.reason = f"no answer within {self._stop_timeout:g} s"
@@ -342,14 +362,20 @@ class _Client:
             pass
         except Exception as error:  # noqa: BLE001 - teardown goes on whatever happens
             deletion.reason = f"{type(error).__name__}: {error}"
+        self.may_have_left = 0 if clean else self._api.may_have_made
         if clean:
             self._record.remove()
         else:
             self._say_what_is_left(deletion)
-            self._record.let_go()
+            if not again:
+                self.let_go()
         vars(self.sdk).pop("_start_output_reader", None)
         _live.discard(self)
         await sidecar.release()
+
+    def let_go(self) -> None:
+        """What it may have left is for the next tunnel that starts to see to."""
+        self._record.let_go()
 
     def _say_what_is_left(self, deletion: Deletion) -> None:
         now = time.monotonic()

@@ -32,7 +32,7 @@ def other_tasks() -> set["asyncio.Task[Any]"]:
 async def hangs_are_failures(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """A test that hangs is cancelled, and so fails by name instead of holding up the run. But a start that a test holds
     up is not taken for one that hangs."""
-    monkeypatch.setattr("interception.elastic.LEAST_PATIENCE", 3600.0)
+    monkeypatch.setattr("interception.placement.LEAST_PATIENCE", 3600.0)
     loop = asyncio.get_running_loop()
     watchdog = loop.call_later(60, lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
     yield

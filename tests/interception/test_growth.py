@@ -88,6 +88,18 @@ class TestStartsThatFail:
             assert len(members.made) == 4
             await left(*holders)
 
+    async def test_tries_that_its_tunnel_has_made_by_itself_count(self) -> None:
+        error = TunnelError("no upstream")
+        error.tries = 3
+        members = FakeMembers(FakeMember(), FakeMember(error=error))
+        async with elastic(members, multiplex=1, start_tries=3) as pool:
+            holder = Rollout(pool)
+            await seated(holder)
+            with pytest.raises(TunnelError, match="no upstream"):
+                await Rollout(pool).task
+            assert len(members.made) == 2
+            await holder.leave()
+
     async def test_what_is_no_tunnel_error_is_not_tried_again(self) -> None:
         members = FakeMembers(FakeMember(), FakeMember(error=LookupError("a defect")))
         async with elastic(members, multiplex=1) as pool:
@@ -251,11 +263,23 @@ class TestStartsThatFail:
 
 
 class TestStartsThatHang:
+    @pytest.fixture
+    def forward(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+        """Puts the pool's clock, which stands still otherwise, forward by seconds."""
+        monkeypatch.setattr("interception.placement.LEAST_PATIENCE", 1.0)
+        now = [100.0]
+        monkeypatch.setattr("interception.elastic.monotonic", lambda: now[0])
+
+        def forward(seconds: float) -> None:
+            now[0] += seconds
+
+        return forward
+
     async def test_another_is_begun_in_its_stead(self) -> None:
         hung = FakeMember(held=True)
         members = FakeMembers(FakeMember(), hung)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._took.clear()  # as if nothing were known of how long a start takes
+            pool._starts._typically = None  # as if nothing were known of how long a start takes
             rollouts = [Rollout(pool), Rollout(pool)]
             await seated(*rollouts)
             assert [member.load for member in members] == [1, 0, 1]
@@ -265,6 +289,116 @@ class TestStartsThatHang:
             await seated(late)  # what it yields in the end is used, too
             assert members.loads == [1, 1, 1]
             await left(late, *rollouts)
+
+    async def test_of_a_burst_those_that_hang_are_replaced_with_one_to_spare_and_never_beyond_the_bound(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        for bound, replaced in ((None, 4), (34, 3)):
+            burst = [FakeMember(held=number % 10 == 2) for number in range(1, 32)]
+            members = FakeMembers(FakeMember(), *burst, *(FakeMember(held=True) for _ in range(9)))
+            async with elastic(members, multiplex=1, max_servers=bound) as pool:
+                forward(1.0)
+                rollouts = [Rollout(pool) for _ in range(32)]
+                await seated(*(rollouts[index] for index in range(29)))
+                assert len(members.made) == 32
+                forward(1.1)
+                pool._tick()
+                await settle()
+                assert len(members.made) == min(32 + replaced, bound or 99)
+                for member in members:
+                    member.may_start.set()
+                await seated(*rollouts)
+                await left(*rollouts)
+
+    async def test_where_no_other_may_be_begun_beside_it_its_try_is_given_up(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        hung = FakeMember(held=True)
+        members = FakeMembers(FakeMember(), hung, FakeMember())
+        # The next try follows at once: nothing was refused.
+        async with elastic(members, multiplex=1, max_servers=2, start_backoff=FOREVER) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            await until(lambda: hung.starts)
+            for seconds, said in ((1.5, ", takes longer than usual"), (0.6, "waits for its next try")):
+                assert said not in str(pool.stats())
+                forward(seconds)
+                pool._balance()
+                assert said in str(pool.stats())
+                assert "max_servers is 2" in repr(pool)
+            await seated(*rollouts)
+            assert (hung.stops, members.loads) == (1, [1, 0, 1])
+            assert "it took too long" in repr(pool)
+            await left(*rollouts)
+
+    async def test_its_last_try_is_left_to_its_end_and_so_is_one_that_nobody_waits_for(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        slow = [FakeMember(held=True) for _ in range(2)]
+        members = FakeMembers(FakeMember(), *slow)
+        async with elastic(members, multiplex=1, max_servers=2, start_tries=2) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            for number, member in enumerate(slow):
+                await until(lambda member=member: member.starts)  # type: ignore[misc]
+                forward(99.0)
+                pool._balance()
+                await settle()
+                assert member.stops == (number == 0)
+            slow[1].may_start.set()
+            await seated(*rollouts)
+            assert len(members.made) == 3
+            await left(*rollouts)
+        members = FakeMembers(FakeMember(), FakeMember(held=True))
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            holder, waiter = Rollout(pool), Rollout(pool)
+            await until(lambda: members.made[-1].starts)
+            await holder.leave()
+            await seated(waiter)
+            forward(99.0)
+            pool._balance()
+            await settle()
+            assert members.made[-1].stops == 0
+            await waiter.leave()
+
+    async def test_one_that_failed_and_whose_end_takes_long_is_not_given_up_besides(
+        self, forward: Callable[[float], None]
+    ) -> None:
+        failed = FakeMember(error=TunnelError("a blip"), stop_held=True)
+        members = FakeMembers(FakeMember(), failed, FakeMember())
+        async with elastic(members, multiplex=1, max_servers=2) as pool:
+            rollouts = [Rollout(pool), Rollout(pool)]
+            await until(lambda: failed.stops)
+            forward(99.0)
+            pool._balance()
+            await settle()
+            failed.may_stop.set()
+            await seated(*rollouts)
+            assert pool.stats().last_error == "a blip"
+            await left(*rollouts)
+
+    @pytest.mark.parametrize("rounds", range(6))
+    async def test_a_stop_while_one_is_given_up_leaves_nothing(
+        self, forward: Callable[[float], None], rounds: int
+    ) -> None:
+        hung = FakeMember(held=True, stop_held=True)
+        members = FakeMembers(FakeMember(), hung)
+        pool = elastic(members, multiplex=1, max_servers=2)
+        await pool.start()
+        rollouts = [Rollout(pool), Rollout(pool)]
+        await until(lambda: hung.starts)
+        forward(99.0)
+        pool._balance()
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(pool.stop())
+        await settle()
+        assert not stopping.done()
+        hung.may_stop.set()
+        await stopping
+        rollouts[0].tell()
+        await asyncio.wait([rollout.task for rollout in rollouts])
+        assert [isinstance(rollout.task.exception(), TunnelError) for rollout in rollouts[1:]] == [True]
+        assert (len(members.made), members.running, len(pool._starts)) == (2, 0, 0)
+        await until(lambda: not other_tasks())
 
     async def test_the_warm_up_hangs_and_the_pool_starts_all_the_same(self) -> None:
         hung = FakeMember(held=True)
@@ -290,7 +424,7 @@ class TestStartsThatHang:
         queued.queued = True  # type: ignore[attr-defined]
         members = FakeMembers(FakeMember(), queued)
         async with elastic(members, multiplex=1, start_patience=0.01) as pool:
-            pool._took.clear()
+            pool._starts._typically = None
             rollouts = [Rollout(pool), Rollout(pool)]
             await until(lambda: queued.starts)
             # The pool looks again and again whether it is overdue; one of those looks is waited for.
@@ -610,7 +744,7 @@ class TestWhatItSays:
             assert "\n" not in repr(pool)
             with pytest.raises(TunnelError, match="TunnelError"):
                 await Rollout(pool).task
-            assert "the last: TunnelError" in repr(pool)
+            assert "s ago: TunnelError" in repr(pool)
             await holder.leave()
 
     async def test_what_waits_for_the_creation_limit_is_told_to_whoever_waits_too_long(self) -> None:

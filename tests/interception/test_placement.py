@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interception.placement import Plan, counted_on, idle_too_long, place
+from interception.placement import ENOUGH, LEAST_PATIENCE, Plan, counted_on, idle_too_long, overdue, place, typical
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,10 @@ def test_each_goes_to_the_least_loaded_of_its_kind(
         pytest.param([9.0] * 32, 0, 1.5, 24, id="all hang: a quarter is replaced"),
         pytest.param([9.0] * 32, 8, 1.5, 16, id="all hang, and the replacements are through: twice as many"),
         pytest.param([9.0] * 32, 16, 1.5, 0, id="and twice as many"),
+        pytest.param([1.6] * 3 + [0.0] * 3, 28, 1.5, 2, id="of three replacements one may hang, too"),
+        pytest.param([1.6] * 3 + [0.0] * 4, 28, 1.5, 3, id="there is one to spare"),
+        pytest.param([1.6] * 1 + [0.0] * 1, 28, 1.5, 1, id="a single replacement is unlikely to hang"),
+        pytest.param([1.6] * 3 + [0.0] * 3, 5, 1.5, 4, id="too few are through to tell how many hang"),
     ],
 )
 def test_starts_that_take_too_long_are_counted_on_no_more(
@@ -230,8 +234,43 @@ def test_none_is_replaced_that_is_in_time_and_few_while_few_are_through(
     ages: list[float], finished: int, usual: float | None, patience: float
 ) -> None:
     replaced = len(ages) - counted_on(ages, finished=finished, usual=usual, patience=patience)
-    assert 0 <= replaced <= sum(age > min(usual or patience, patience) for age in ages)
-    assert replaced <= max(2, (len(ages) + finished) / 4 + 1, 2 * finished)
+    together, slow = len(ages) + finished, sum(age > min(usual or patience, patience) for age in ages)
+    assert 0 <= replaced <= max(2, together / 4 + 1, 2 * finished)
+    spare = max(0, replaced - slow)
+    assert spare <= (len(ages) - slow) * slow / together + 1 if slow else spare == 0
+    if finished < ENOUGH or 2 * finished < together:
+        assert spare == 0
+
+
+@unhurried
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 99), st.integers(1, 40))
+def test_there_is_an_end_to_replacing_those_that_hang(hung: int, young: int, finished: int, needed: int) -> None:
+    """However many are begun for those who wait: each counts for more than it takes away from the others."""
+    begun = 0
+    while counted_on([9.0] * hung + [0.0] * (young + begun), finished=finished, usual=1.5, patience=5.0) < needed:
+        begun += 1
+    assert begun <= max(0, needed - young) + max(2, (hung + young + finished) / 4 + 1) + needed
+
+
+@pytest.mark.parametrize(
+    ("took", "ages", "finished", "limit"),
+    [
+        pytest.param([], [1.0], 0, None, id="nothing is known"),
+        pytest.param([2.0], [1.0], 0, 3.0, id="half as long again as the last one"),
+        pytest.param([1.0, 2.0, 9.0], [1.0], 2, 3.0, id="one that took long does not tell"),
+        pytest.param([2.0] * 16, [2.1] * 9, 23, 3.0, id="many of those beside it are not through"),
+        pytest.param([2.0] * 16, [2.1], 7, 3.0, id="those beside it are few"),
+        pytest.param([2.0] * 16, [2.1] * 3 + [0.1] * 9, 28, 2.2, id="those beside it are through, and all alike"),
+        pytest.param([1.5, 1.75, 2.0, 2.25, 2.5] * 3, [2.1], 28, 3.5, id="they are through, and differ"),
+        pytest.param([0.01] * 16, [0.1], 28, LEAST_PATIENCE, id="a moment is no sign of anything"),
+    ],
+)
+def test_how_long_a_start_should_take_at_most(
+    took: list[float], ages: list[float], finished: int, limit: float | None
+) -> None:
+    assert overdue(typical(took) if took else None, ages, finished=finished) == (
+        None if limit is None else pytest.approx(limit)
+    )
 
 
 @pytest.mark.parametrize(

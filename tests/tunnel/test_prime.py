@@ -1,6 +1,8 @@
 """Prime's tunnels, with the real SDK over a stand-in for the service: they keep serving, and leave nothing behind."""
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import re
@@ -10,6 +12,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -366,7 +369,7 @@ class TestRefusals:
         with pytest.raises(TunnelError, match=reason) as caught:
             await Watched().expose(1).__aenter__()
         assert not isinstance(caught.value, TunnelLimitError)
-        assert service.api_calls("POST") == 3
+        assert service.api_calls("POST") == caught.value.tries == 3
 
     @pytest.mark.parametrize("fault", [422, 429, "down"])
     async def test_of_a_create_that_surely_made_nothing_nothing_is_looked_for_or_left_on_record(
@@ -389,27 +392,64 @@ class TestRefusals:
         for _ in range(2):
             with pytest.raises(TunnelError, match="no upstream"):
                 await Watched().expose(1).__aenter__()
-        assert service.api_calls("POST") == len(records(service)) == 6
+        assert (service.api_calls("POST"), len(records(service))) == (6, 2)
         assert service.api_calls("GET") <= 6 + 3, "those of the first, once more"
         assert caplog.text.count("may be left behind") == 1
 
-    async def test_a_refusal_that_passes_is_no_error(
-        self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("then", [None, (422, "bad port"), (400, QUOTA)])
+    async def test_what_a_try_may_have_left_is_on_one_record_and_goes_with_what_the_last_one_leaves(
+        self, service: FakePrime, local: Switch, then: tuple[int, str] | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service.api_drop.add("POST")  # they are made all the same
+        service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+
+        def between_tries(low: float, high: float) -> float:
+            assert len(records(service)) == len(service.api_drop)
+            service.api_drop.clear()
+            service.api_status.pop("GET", None)
+            if then is not None:
+                service.refuse_creates(*then)
+            return 0.0
+
+        monkeypatch.setattr("tunnel.prime.random", SimpleNamespace(uniform=between_tries))
+        with contextlib.nullcontext() if then is None else pytest.raises(TunnelError, match=then[1]):
+            async with Watched().expose(local.port) as url:
+                assert await get(url) == 200
+                assert len(records(service)) == 1
+        assert len(service.created) >= 3
+        assert sorted(service.deletes) == sorted(service.created)
+        assert records(service) == []
+
+    @pytest.mark.parametrize("moment", ["as it looks for what it left", "between two tries"])
+    async def test_a_start_that_is_cancelled_lets_its_record_go(
+        self, service: FakePrime, caplog: pytest.LogCaptureFixture, moment: str
     ) -> None:
         service.refuse_creates(503, "no upstream")
-        service.api_delay["GET"] = 0.3
-        tunnel = Watched()
+        service.api_status["GET"] = (503, {"detail": "no upstream"}, {})
+        if moment != "between two tries":
+            service.api_delay["GET"] = 0.3
+        policy = POLICY.model_copy(update={"restart_backoff": 600.0})
+        starting = asyncio.ensure_future(Watched(policy=policy).expose(1).__aenter__())
+        await until(lambda: "trying again" in caplog.text or (service.api_delay and service.api_calls("GET")))
+        (path,) = records(service)
+        assert json.loads(path.read_text())["owner"]["pid"] == os.getpid()
+        await cancel(starting, 2)
+        assert json.loads(path.read_text())["owner"] is None
 
-        async def serve() -> None:
-            async with tunnel.expose(local.port) as url:
-                assert await get(url) == 200
+    async def test_a_refusal_that_passes_is_no_error(
+        self, service: FakePrime, local: Switch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service.refuse_creates(503, "no upstream")
 
-        serving = asyncio.create_task(serve())
-        # Between the second failure and the third try lies a list request, which takes its time.
-        await until(lambda: service.api_calls("POST") >= 2)
-        del service.api_status["POST"]
-        await serving
-        assert service.api_calls("POST") in (2, 3)  # the second one may have been in time
+        def between_tries(low: float, high: float) -> float:
+            if service.api_calls("POST") == 2:
+                del service.api_status["POST"]
+            return 0.0
+
+        monkeypatch.setattr("tunnel.prime.random", SimpleNamespace(uniform=between_tries))
+        async with Watched().expose(local.port) as url:
+            assert await get(url) == 200
+        assert service.api_calls("POST") == 3
         assert caplog.text.count("no upstream") == 2
 
     async def test_missing_credentials_are_said_when_the_tunnel_is_made_and_before_anything_is_asked(
