@@ -405,7 +405,7 @@ async def test_a_pool_whose_workers_will_not_end_kills_them_itself_and_leaves_no
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs = {"how": "serving lingers"}
-    async with env_server(MISBEHAVE, kwargs, max_workers=2, stop_timeout=20) as address:
+    async with env_server(MISBEHAVE, kwargs, max_workers=2, stop_timeout=10) as address:
         async with EnvClient(address) as client:
             pid = (await client.run({}))["pid"]
         paths = [Path(socket.laddr) for socket in psutil.Process(pid).net_connections("unix") if socket.laddr]
