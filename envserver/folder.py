@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 from envserver.errors import EnvServerError
-
-MAX_PATH = 107
-"""Bytes of a unix socket's path."""
+from envserver.zsocket import MAX_PATH
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Where worker sockets may go, whatever TMPDIR is: that may be too long for them."""

@@ -313,7 +313,10 @@ class _ServerProcess:
     """A child with the role `server`, from its start to its end."""
 
     def __init__(self, log_path: str | os.PathLike[str] | None) -> None:
-        self._folder = None if log_path is not None else tempfile.mkdtemp(prefix="envserver-")
+        try:
+            self._folder = None if log_path is not None else tempfile.mkdtemp(prefix="envserver-")
+        except OSError as error:
+            raise EnvServerError(f"no folder for the server's log can be made, so give a log_path: {error}") from None
         self._log_path = Path(self._folder or "", log_path or "server.log")
         self._child: Child | None = None
         self._ended = asyncio.Event()

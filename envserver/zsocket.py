@@ -205,12 +205,17 @@ def check_address(address: str, cannot: str) -> None:
     protocol, _, rest = address.partition("://")
     if protocol not in ("tcp", "ipc") or not rest:
         raise EnvServerError(f"{cannot} {address}: {usual}")
+    if protocol == "ipc" and (size := len(os.fsencode(rest))) > MAX_PATH:
+        raise EnvServerError(f"{cannot} {address}: a socket's path has at most {MAX_PATH} bytes, and this has {size}")
     port = rest.rpartition(":")[2]
     if protocol == "tcp" and port.isdecimal() and int(port) > MAX_PORT:
         raise EnvServerError(f"{cannot} {address}: ports end at {MAX_PORT}")
 
 
 MAX_PORT = 65_535
+
+MAX_PATH = 107
+"""Bytes of a unix socket's path."""
 
 MAX_MESSAGE = 1 << 30
 """Bytes of one frame. Who sends more is disconnected by zmq."""
@@ -228,10 +233,17 @@ def listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "tuple[zm
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except (zmq.ZMQError, OSError) as error:
         socket.close(0)
-        raise EnvServerError(f"cannot listen on {address}: {error.strerror or error}") from None
+        raise EnvServerError(f"cannot listen on {address}: {_plain(error)}") from None
     except BaseException:
         socket.close(0)  # the context would wait for it, for ever
         raise
+
+
+def _plain(error: OSError | zmq.ZMQError) -> str:
+    """What is wrong, without what pyzmq adds to it."""
+    if isinstance(error, zmq.ZMQError) and error.errno is not None and error.errno in errno.errorcode:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def unlink_address(address: str) -> None:

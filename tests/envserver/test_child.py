@@ -36,6 +36,11 @@ def spawn(folder: Path, how: str, *, on_exit: Any = None, **kwargs: Any) -> tupl
         "env": MISBEHAVE,
         "env_kwargs": {"how": how, "folder": str(folder), **kwargs},
         "address": f"ipc://{folder}/s",
+        "multiplex": 1,
+        "log_setup": None,
+        "drain_timeout": 0.0,
+        "stacks_path": None,
+        "stacks_after": 10.0,
     }
     return Child.spawn(job, log_path=folder / "log", on_exit=on_exit or exited), ended
 

@@ -360,6 +360,21 @@ async def test_a_name_that_is_none_is_told(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_where_no_log_can_be_written_that_is_told_and_no_descriptor_lost(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    with pytest.raises(EnvServerError, match="the log /no/such/folder/log cannot be written: No such file"):
+        async with env_server(MAKE, max_workers=workers, log_path="/no/such/folder/log"):
+            raise AssertionError("it came up")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(EnvServerError, match="no folder for the server's log can be made, so give a log_path"):
+        async with env_server(MAKE, max_workers=workers):
+            raise AssertionError("it came up")
+    assert descriptors() == before
+
+
 async def test_log_setup_is_called_over_there(tmp_path: Path) -> None:
     async with env_server(MAKE, log_setup=to_stderr, log_path=tmp_path / "log"):
         pass

@@ -517,6 +517,8 @@ async def test_a_run_that_will_not_end_does_not_keep_the_server_from_ending(
     [
         ("no colon", "named package.module:factory"),
         (":make", "named package.module:factory"),
+        ("../my_env:make", "named package.module:factory"),
+        (".my_env:make", "named package.module:factory"),
         ("tests.nowhere:make", "no module 'tests.nowhere'"),
         ("nowhere_at_all.deep:make", "no module 'nowhere_at_all'"),
         ("tests.envserver.scripted:nothing", "has no 'nothing'"),

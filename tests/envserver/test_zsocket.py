@@ -188,10 +188,24 @@ async def test_closing_twice_and_sending_afterwards_do_no_harm(
     assert zsocket.send([b"x"]) is False
 
 
-@pytest.mark.parametrize("address", ["nonsense", "ipc://" + "x" * 200, "http://127.0.0.1:1"])
-async def test_an_address_that_cannot_be_had_is_told(context: Context, address: str) -> None:
-    with pytest.raises(EnvServerError, match="cannot listen on"):
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("nonsense", ".*"),
+        ("http://127.0.0.1:1", "Protocol not supported"),
+        ("ipc:///no/such/folder/socket", "No such file or directory"),
+    ],
+)
+async def test_an_address_that_cannot_be_had_is_told(context: Context, address: str, why: str) -> None:
+    with pytest.raises(EnvServerError, match=f"^cannot listen on {address}: {why}$"):
         listen(context, address)
+
+
+@pytest.mark.parametrize(("letters", "size"), [("x", 1), ("ö", 2)])
+def test_a_path_too_long_for_a_socket_is_told_with_both_lengths(letters: str, size: int) -> None:
+    check_address("ipc:///" + letters * (106 // size), "cannot listen on")
+    with pytest.raises(EnvServerError, match="a socket's path has at most 107 bytes, and this has 109"):
+        check_address("ipc:///" + letters * (108 // size), "cannot listen on")
 
 
 @pytest.mark.parametrize(
