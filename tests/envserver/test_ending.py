@@ -21,7 +21,7 @@ server.CANCEL_TIMEOUT = server.FLUSH_TIMEOUT = 0.05
 server.LEAVE_TIMEOUT = 3600
 ending.LOOK = 0.02
 import envserver.serve
-envserver.serve.MARGIN = 0.2
+envserver.serve.MARGIN = 60 if sys.argv[1] == "an await" else 0.2
 
 class Watched(ending.HardEnd):
     def within(self, seconds):
