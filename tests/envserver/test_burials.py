@@ -1,11 +1,16 @@
 """A worker that has ended is buried once its connection has ended too, or after a while, and only once."""
 
 import asyncio
-from types import SimpleNamespace
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 from envserver.burials import Burials
 from tests.helpers import until
+
+
+class Dead(Namespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 class Grave:
@@ -18,11 +23,11 @@ class Grave:
 
 
 def worker(*, requests: bool = True, connected: bool = True, returncode: int | None = -9) -> Any:
-    return SimpleNamespace(
+    return Dead(
         requests={b"1": None} if requests else {},
         connected=connected,
         closed=False,
-        child=SimpleNamespace(returncode=returncode),
+        child=Namespace(returncode=returncode),
         look_at_connection=lambda: None,
     )
 

@@ -219,7 +219,7 @@ async def test_a_process_that_cannot_be_started_is_an_error_here_and_leaves_noth
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(EnvServerError, match="cannot be started"):
         spawn(tmp_path, "wait")
-    with pytest.raises(EnvServerError, match="the log .* cannot be written"):
+    with pytest.raises(EnvServerError, match=r"the log .* cannot be written"):
         spawn(tmp_path / "no such folder", "wait")
     assert descriptors() == before
 

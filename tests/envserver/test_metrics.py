@@ -267,7 +267,7 @@ async def test_a_pool_is_read_over_deaths_failures_cancels_and_replacements() ->
     assert labels <= {
         ("name", "train"),
         *(("slot", str(number)) for number in range(2)),
-        *(("state", state.value) for state in State),
+        *(("state", state) for state in ("lone", *(state.value for state in State))),
         *(("reason", reason) for reason in ("env", "worker died")),
         ("cause", "SIGKILL"),
     }
