@@ -9,6 +9,8 @@ round each subject is started, measured in turn, and killed at last.
 all kills of a round but the first ten; `zombies`: its dead children, a kill. `startup_crash_p95`: from the line that
 raises while an env is loaded to the parent's exception. `broker_kill_max`: from the broker's SIGKILL until its workers
 are gone. Nothing is shown where nothing came: verifiers' orphans, and its parent, wait for ever.
+
+Below the table is which goals were met; what it is at is told on stderr.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from statistics import median
 
 from benchmarks.envserver_client import PATIENCE, connected, delta_frames_per_s, latencies, requests_per_s
 from benchmarks.envserver_crashes import crashes
+from benchmarks.envserver_goals import judged
 from benchmarks.envserver_kills import Kills, kill_workers
 from benchmarks.envserver_subjects import ROOT, Subject, started
 from benchmarks.peers import Peer, PeerUnavailableError
@@ -44,14 +48,16 @@ class Plan:
     """For each rate."""
     kills: int
     """Of our workers, a round."""
+    kill_seconds: float
+    """No more of them after that: a busy machine kills fewer, and still comes to its end."""
     crashes: int
     """Of our servers while they start, a round."""
     patience: float
     """Seconds after which what has not come of the peer is taken never to come. (Its users wait for 600.)"""
 
 
-FULL = Plan(rounds=3, seconds=4.0, kills=170, crashes=10, patience=5.0)
-QUICK = Plan(rounds=1, seconds=1.0, kills=16, crashes=4, patience=2.0)
+FULL = Plan(rounds=3, seconds=4.0, kills=170, kill_seconds=110.0, crashes=10, patience=5.0)
+QUICK = Plan(rounds=1, seconds=1.0, kills=16, kill_seconds=20.0, crashes=4, patience=2.0)
 
 
 @dataclass(slots=True)
@@ -75,7 +81,13 @@ def run(python: Path, peer: str, plan: Plan) -> list[Figure]:
         "direct": ([sys.executable, "-m", "benchmarks.envserver_stub"], 0),
     }
     seen = {subject: Seen() for subject in subjects}
+    began = time.monotonic()
+
+    def at(what: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s, round {number + 1} of {plan.rounds}: {what}", file=sys.stderr)
+
     for number in range(plan.rounds):
+        at("all are started")
         with ExitStack() as stack:
             crashing = stack.enter_context(_PeerCrash(python, plan.patience))  # while nothing is measured
             running = {
@@ -85,12 +97,17 @@ def run(python: Path, peer: str, plan: Plan) -> list[Figure]:
             if (heard := crashing.result()) is not None:
                 seen[peer].crashes.append(heard)
             for subject in list(running) if number % 2 == 0 else list(running)[::-1]:
+                at(f"rates of {subject}")
                 _measure_rates(running[subject], seen[subject], plan.seconds)
             for subject in ("ours", peer):
                 ours = subject == "ours"
                 kills, patience = (plan.kills, PATIENCE) if ours else (1, plan.patience)
-                seen[subject].kills.append(kill_workers(running[subject], kills, replaced=ours, patience=patience))
+                at(f"workers of {subject} are killed")
+                seen[subject].kills.append(
+                    kill_workers(running[subject], kills, seconds=plan.kill_seconds, replaced=ours, patience=patience)
+                )
                 seen[subject].broker_kills.append(running[subject].kill_broker(patience))
+        at("crashes of ours at startup")
         seen["ours"].crashes += asyncio.run(crashes(plan.crashes))
     return [figure for subject in subjects for figure in _figures(subject, seen[subject])]
 
@@ -178,10 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = QUICK if options.quick else FULL
     figures = run(python, peer.subject, plan)
     title = (
-        f"Env servers beside {peer.subject}: {plan.rounds * plan.kills} kills of ours, {plan.rounds} of its; "
-        f"median of {plan.rounds} rounds (min to max); –: not in {plan.patience:g} s"
+        f"Env servers beside {peer.subject}: {plan.rounds} rounds of up to {plan.kills} kills of ours and one of its; "
+        f"median of the rounds (min to max); –: not in {plan.patience:g} s"
     )
     show(figures, title)
+    print(*judged(figures, peer.subject), sep="\n")
     if options.json is not None:
         write(figures, options.json)
 

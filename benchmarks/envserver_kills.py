@@ -69,13 +69,15 @@ class _Held:
         return sum(on == pid for on in self.on.values())
 
 
-def kill_workers(subject: Subject, kills: int, *, replaced: bool, patience: float) -> Kills:
-    """Kills one worker after the other, with requests under way on all. Those that are not `replaced`: only one."""
+def kill_workers(subject: Subject, kills: int, *, seconds: float, replaced: bool, patience: float) -> Kills:
+    """Kills one worker after the other, with requests under way on all, for as long as `seconds`. Those that are not
+    `replaced`: only one."""
     seen = Kills()
     rng = random.Random(0)
     settled: tuple[int, float] | None = None
     with connected(subject.address) as client:
         held = _Held(client)
+        ends = time.monotonic() + seconds
         for number in range(kills):
             held.fill()
             pids = set(held.on.values())
@@ -91,6 +93,8 @@ def kill_workers(subject: Subject, kills: int, *, replaced: bool, patience: floa
             if not replaced:
                 break
             _wait_until_ready(client, len(pids))
+            if time.monotonic() > ends:
+                break
             if number == SETTLING:
                 settled = subject.fds(), subject.rss_mib()
         seen.zombies = subject.zombies()

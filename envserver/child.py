@@ -242,7 +242,10 @@ class _Files:
         """What the child must know, by name: numbers that are the same over there."""
 
     def open(self, log_path: Path, *, report: bool) -> None:
-        self.log = os.open(log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self.log = os.open(log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EnvServerError(f"the log {log_path} cannot be written: {error.strerror}") from None
         self._stack.callback(os.close, self.log)
         self._start = os.fstat(self.log).st_size
         self.config: IO[bytes] = self._theirs.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115

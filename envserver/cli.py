@@ -19,11 +19,12 @@ from rich.text import Text
 from envserver.client import EnvClient
 from envserver.errors import EnvServerError
 from envserver.limits import MIB, PoolPolicy
-from envserver.serve import make_server, serve_until_told
-from envserver.server import EnvServer
+from envserver.plan import Plan
+from envserver.serve import serve_until_told
 
 if TYPE_CHECKING:
     from envserver.pool import EnvServerPool
+    from envserver.server import EnvServer
 
 LIVE_PERIOD = 0.25
 """Seconds between two looks at the workers' states."""
@@ -99,9 +100,9 @@ def serve(
         raise typer.BadParameter('write a JSON object, like {"split": "test"}', param_hint="--kwargs")
     sys.path.insert(0, "")  # an env in the current folder, as `python -m` has it for itself
     with _told_in_short(f"{env} could not be loaded"):
-        server = make_server(
-            env,
-            arguments,
+        server = Plan(
+            env=env,
+            env_kwargs=arguments,
             max_workers=workers,
             elastic=elastic,
             multiplex=multiplex,
@@ -110,7 +111,7 @@ def serve(
             min_workers=min_workers,
             max_worker_rss=None if max_worker_rss is None else max_worker_rss * MIB,
             max_worker_age=max_worker_age,
-        )
+        ).make()
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         # The terminal is closed: an end like any, for a broker that is killed leaves its folder behind.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -41,7 +41,7 @@ def load_env(name: str, kwargs: dict[str, Any] | None = None) -> Env:
 
 def _load_env(name: str, kwargs: dict[str, Any] | None) -> Env:
     module_name, colon, factory_name = name.partition(":")
-    if not (colon and module_name and factory_name):
+    if not (colon and factory_name and all(module_name.split("."))):
         raise EnvServerError(f"an env is named package.module:factory, not {name!r}")
     if module_name in ("__main__", "__mp_main__"):
         raise EnvServerError(f"{name}: workers cannot import the main program; put the factory in a module of its own")

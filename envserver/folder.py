@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 from envserver.errors import EnvServerError
-
-MAX_PATH = 107
-"""Bytes of a unix socket's path."""
+from envserver.zsocket import MAX_PATH
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Where worker sockets may go, whatever TMPDIR is: that may be too long for them."""
@@ -27,15 +25,11 @@ UNLOCKED = 60.0
 
 
 class ShortFolder:
-    """A new folder of ours alone, with a name short enough for sockets in it. What an owner that was killed has left
-    behind is removed by the next one of the same user."""
+    """A new folder of ours alone, with a name short enough for sockets in it."""
 
     def __init__(self) -> None:
         tried: list[str] = []
-        for parent in dict.fromkeys((*SHORT_FOLDERS, tempfile.gettempdir())):
-            if len(os.fsencode(parent)) > MAX_PATH - 40:
-                continue
-            _remove_left_behind(parent)
+        for parent in _parents():
             try:
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             except OSError as error:
@@ -57,12 +51,19 @@ class ShortFolder:
         os.close(self._lock)
 
 
-def _remove_left_behind(parent: str) -> None:
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            if entry.name.startswith(PREFIX):
-                with contextlib.suppress(OSError):
-                    _remove_if_left_behind(Path(entry.path))
+def _parents() -> list[str]:
+    places = dict.fromkeys((*SHORT_FOLDERS, tempfile.gettempdir()))
+    return [parent for parent in places if len(os.fsencode(parent)) <= MAX_PATH - 40]
+
+
+def remove_left_behind() -> None:
+    """Remove what owners of the same user that were killed have left behind. May be called from any thread."""
+    for parent in _parents():
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
+                if entry.name.startswith(PREFIX):
+                    with contextlib.suppress(OSError):
+                        _remove_if_left_behind(Path(entry.path))
 
 
 def _remove_if_left_behind(path: Path) -> None:

@@ -28,27 +28,29 @@ def unpack_callable(text: str | None) -> Callable[[], None] | None:
 
 def perform(job: dict[str, Any], report_fd: int | None) -> None:
     """Do what the job says, until told to end. Whatever prevents it is raised."""
+    from envserver.plan import Plan
     from envserver.serve import serve_until_told
     from envserver.server import EnvServer
-    from envserver.stacks import beat
 
-    role = job.pop("role")
-    log_setup = unpack_callable(job.pop("log_setup", None))
-    if log_setup is not None:
-        log_setup()
+    role = job["role"]
     if role == "worker":
-        # Its one client is the broker, which keeps budgets for its own.
+        if (log_setup := unpack_callable(job["log_setup"])) is not None:
+            log_setup()
+        # Its one client is the broker, which keeps budgets for its own, and tells the numbers of all.
         server = EnvServer(
-            job["env"], job.get("env_kwargs"), address=job["address"], multiplex=job.get("multiplex", 128), budget=None
+            job["env"],
+            job["env_kwargs"],
+            address=job["address"],
+            multiplex=job["multiplex"],
+            budget=None,
+            numbers_period=None,
         )
-        path, after = job.get("stacks_path"), job.get("stacks_after", 0.0)
-        serve_until_told(
-            server,
-            drain_timeout=job.get("drain_timeout"),
-            alongside=None if path is None else lambda: beat(path, after),
-        )
+        stacks = job["stacks_path"], job["stacks_after"]
+        serve_until_told(server, drain_timeout=job["drain_timeout"], stacks_path=stacks[0], stacks_after=stacks[1])
     elif role == "server":
-        from envserver.serve import make_server
+        plan = Plan.unpacked(job["plan"])
+        if plan.log_setup is not None:
+            plan.log_setup()
 
         def ready(address: str) -> None:
             assert report_fd is not None
@@ -56,9 +58,12 @@ def perform(job: dict[str, Any], report_fd: int | None) -> None:
 
         # Half of the time until this process is killed is the runs', half of the rest the workers': a broker that is
         # killed leaves its folder behind.
-        stop_timeout = job.pop("stop_timeout")
-        metrics_port = job.pop("metrics_port")
-        made = make_server(**job, log_setup=log_setup, kill_grace=stop_timeout / 4)
-        serve_until_told(made, ready=ready, drain_timeout=stop_timeout / 2, metrics_port=metrics_port)
+        stop_timeout = job["stop_timeout"]
+        serve_until_told(
+            plan.make(kill_grace=stop_timeout / 4),
+            ready=ready,
+            drain_timeout=stop_timeout / 2,
+            metrics_port=job["metrics_port"],
+        )
     else:
         raise EnvServerError(f"no job has the role {role!r}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from envserver.checks import check_number
 from envserver.errors import EnvServerError
 
 MIB = 1 << 20
@@ -93,6 +94,7 @@ class PoolPolicy:
 
     def __post_init__(self) -> None:
         limit = self.kill_blocked_after
+        check_number("kill_blocked_after", limit, none="None: never")
         if limit is not None and not limit >= self.silent_after:
             raise EnvServerError(
                 f"kill_blocked_after is at least {self.silent_after:g} s, when a silent worker is reported, or None: "

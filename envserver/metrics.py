@@ -30,7 +30,7 @@ class Sample(NamedTuple):
     value: float
 
 
-SLOTS = Family("envserver_worker_slots", "Worker slots by state.", ("state",))
+SLOTS = Family("envserver_worker_slots", "Worker slots by state; those for one run alone are lone.", ("state",))
 WORKER_LOAD = Family("envserver_worker_requests_in_flight", "Requests that the slot's worker has.", ("slot",))
 STARTS = Family("envserver_worker_starts_total", "Worker processes started.", ("slot",))
 RESTARTS = Family("envserver_worker_restarts_total", "Starts in a slot that has had a worker before.", ("slot",))
@@ -61,6 +61,8 @@ WORKER_DIED = "worker died"
 REFUSED = "refused"  # its task kills workers
 CLIENT_GONE = "client gone"  # or it does not read
 ENV = "env"  # the env's own run said so
+
+LONE = "lone"  # in the place of a state, whichever it is in
 
 NOT_STARTED = "spawn"  # the cause of a start that did not even make a process
 
@@ -115,6 +117,7 @@ def samples_of(
 ) -> list[Sample]:
     """A pool's. `loads`: requests in flight of each slot that has a worker. `waiting`: runs that none has yet."""
     samples = [Sample(SLOTS, (state.value,), slots.count(state)) for state in State]
+    samples.append(Sample(SLOTS, (LONE,), slots.lone))
     samples += [Sample(WORKER_LOAD, (str(number),), load) for number, load in loads.items()]
     samples += [Sample(CAPACITY, (), slots.capacity), Sample(WAITING, (), waiting)]
     samples += samples_of_requests(metrics, sum(loads.values()), dropped)

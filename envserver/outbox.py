@@ -52,8 +52,6 @@ class Outbox:
         self._large: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self.departed = 0
-        """Messages for clients that had left."""
 
     def send(self, parts: Sequence[Part]) -> bool:
         """Send a message, or keep it until there is room. False: its client has left."""
@@ -126,7 +124,6 @@ class Outbox:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 logger.warning("an answer could not be sent: %s", error)
-            self.departed += 1
             self._large.pop(client, None)
             return False
         if large and isinstance(data, zmq.Frame) and isinstance(data.tracker, zmq.MessageTracker):

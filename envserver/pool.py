@@ -17,11 +17,12 @@ from envserver.checks import check_limits, check_numbers
 from envserver.chronicle import Chronicle
 from envserver.dispatch import Dispatcher
 from envserver.errors import EnvServerError
-from envserver.folder import ShortFolder
+from envserver.folder import ShortFolder, remove_left_behind
 from envserver.frontend import Frontend
 from envserver.limits import PoolPolicy
 from envserver.memory import rss_of
-from envserver.metrics import Sample, health_of, in_a_line, samples_of
+from envserver.metrics import LONE, Sample, health_of, samples_of
+from envserver.numbers import NumbersLine
 from envserver.quarantine import Quarantine
 from envserver.recipe import Recipe
 from envserver.slot import Action, Bury, Drain, GiveUp, Slot, Spawn, State, Terminate
@@ -113,7 +114,7 @@ class EnvServerPool:
             on_hung=lambda worker, why: self._supervise(lambda: self._slots.hung(worker.slot, self._now, why)),
             on_failure=self._crashed,
         )
-        self._numbers_timer: asyncio.TimerHandle | None = None
+        self._numbers = NumbersLine(self.samples, self._policy.numbers_period)
         self._burials = Burials(
             self._policy.burial_timeout,
             on_due=self._watched(self._bury),
@@ -143,6 +144,9 @@ class EnvServerPool:
         self._loop = asyncio.get_running_loop()
         self._up = self._loop.create_future()
         try:
+            await asyncio.to_thread(remove_left_behind)
+            if self._up.done():  # it was stopped meanwhile
+                await self._up
             # Before any worker: an address that is taken is told at once. Who connects now waits for the first answer.
             self.address = self._frontend.open(self.address)
             self._folder = ShortFolder()
@@ -153,7 +157,7 @@ class EnvServerPool:
             )
             if self._policy.max_worker_rss is not None:
                 self._measure()
-            self._set_numbers_timer()
+            self._numbers.start()
         except BaseException:
             await self.stop()
             raise
@@ -174,6 +178,13 @@ class EnvServerPool:
         """End the workers and all that they still run, at once. Idempotent, and whatever happens to the caller."""
         await run_to_end(self._stop())
 
+    def hurry(self) -> None:
+        """Nothing: `stop` waits for no run, and kills what does not end."""
+
+    def stop_patience(self, hurried: bool) -> float:
+        """Seconds that `stop` takes at most."""
+        return self._policy.kill_grace + self._policy.stop_timeout + 2 * self._policy.flush_timeout
+
     async def wait_failed(self) -> NoReturn:
         """Raises when the pool cannot go on, because what watches over its workers has failed. Never returns."""
         await self._until(lambda: self._crash is not None)
@@ -193,7 +204,7 @@ class EnvServerPool:
         """How many slots are in which state, how many requests are in flight, and, where there are suspects, how many
         lone workers and runs that wait for one."""
         counts = {state.value: self._slots.count(state) for state in State}
-        counts |= {"lone": sum(slot.lone for slot in self._slots.map.values()), "waiting": self._quarantine.waiting}
+        counts |= {LONE: self._slots.lone, "waiting": self._quarantine.waiting}
         shown = {name: count for name, count in counts.items() if count or name == State.READY.value}
         return {**shown, "in flight": self.in_flight}
 
@@ -201,14 +212,6 @@ class EnvServerPool:
         """All its numbers, as `envserver.prometheus` shows them; also from another thread."""
         loads = {worker.number: len(worker.requests) for worker in [*self._workers.values()]}
         return samples_of(self._dispatcher.metrics, self._slots, loads, self.dropped, self._quarantine.waiting)
-
-    def _set_numbers_timer(self) -> None:
-        if self._policy.numbers_period is not None:
-            self._numbers_timer = self._loop.call_later(self._policy.numbers_period, self._tell_numbers)
-
-    def _tell_numbers(self) -> None:
-        logger.info("numbers: %s", in_a_line(self.samples()))
-        self._set_numbers_timer()
 
     # Carrying out what the slots decide
 
@@ -469,8 +472,7 @@ class EnvServerPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._numbers_timer is not None:
-            self._numbers_timer.cancel()
+        self._numbers.stop()
         await self._frontend.close(self._policy.flush_timeout)
         if self._folder is not None:
             self._folder.remove()

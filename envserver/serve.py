@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import io
 import logging
 import multiprocessing
@@ -17,14 +16,15 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envserver.checks import check_numbers
+from envserver.checks import check_port, check_seconds
 from envserver.child import Child
+from envserver.ending import MARGIN, HardEnd, told_to_end
 from envserver.env import Env
 from envserver.errors import EnvServerError
-from envserver.jobs import pack_callable
-from envserver.limits import PoolPolicy
 from envserver.orphan import end_with_parent
+from envserver.plan import Plan
 from envserver.server import EnvServer
+from envserver.stacks import SILENT_AFTER, beat, wanted
 from envserver.startup import TIMEOUT, startup_error, traceback_path
 from envserver.teardown import run_to_end
 
@@ -33,63 +33,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("envserver")
 
-ADDRESS = "tcp://127.0.0.1:0"
-
 DRAIN_TIMEOUT = 30.0
 """Seconds that runs under way get to end by themselves after the first SIGTERM; a second one ends the wait."""
 
 STOP_TIMEOUT = 10.0
 """Seconds that `env_server` gives its server to end before it is killed; half of it goes to the runs under way."""
-
-
-def make_server(
-    env: Env | str,
-    env_kwargs: dict[str, Any] | None = None,
-    *,
-    max_workers: int | None = 1,
-    elastic: bool = True,
-    multiplex: int = 128,
-    address: str | None = None,
-    log_setup: Callable[[], None] | None = None,
-    log_path: str | os.PathLike[str] | None = None,
-    kill_grace: float | None = None,
-    kill_blocked_after: float | None = None,
-    min_workers: int = 1,
-    max_worker_rss: int | None = None,
-    max_worker_age: float | None = None,
-) -> "EnvServer | EnvServerPool":
-    """What serves an env with these numbers: one worker is this process itself, more are a pool's, which gives them
-    `kill_grace` seconds from SIGTERM to SIGKILL (None: the policy's)."""
-    check_numbers(max_workers, elastic, 1, multiplex)
-    if max_workers == 1:
-        for name, value in (
-            ("kill_blocked_after", kill_blocked_after),
-            ("max_worker_rss", max_worker_rss),
-            ("max_worker_age", max_worker_age),
-            ("min_workers", None if min_workers == 1 else min_workers),
-        ):
-            if value is not None:
-                raise EnvServerError(f"{name} is for worker processes: give max_workers more than 1")
-        return EnvServer(env, env_kwargs, address=address or ADDRESS, multiplex=multiplex)
-    if not isinstance(env, str):
-        raise EnvServerError("workers load their env themselves: name it, as package.module:factory")
-    from envserver.pool import EnvServerPool
-
-    policy = PoolPolicy(
-        kill_blocked_after=kill_blocked_after, max_worker_rss=max_worker_rss, max_worker_age=max_worker_age
-    )
-    return EnvServerPool(
-        env,
-        env_kwargs,
-        max_workers=max_workers,
-        elastic=elastic,
-        min_workers=min_workers,
-        multiplex=multiplex,
-        address=address or ADDRESS,
-        log_setup=log_setup,
-        log_path=log_path,
-        policy=policy if kill_grace is None else dataclasses.replace(policy, kill_grace=kill_grace),
-    )
 
 
 def serve_env(
@@ -130,34 +78,33 @@ def serve_env(
     `prometheus`; 0 is any free port, which the log tells).
 
     At the first signal no new run is taken, and those under way get `drain_timeout` seconds; a second one ends the
-    wait, more have no effect. Raises `EnvServerError` if it cannot be served.
+    wait, more have no effect. What then does not end is not waited for without end: at last the process exits with
+    status 1, and its threads' stacks on stderr. Raises `EnvServerError` if it cannot be served.
     """
+    plan = Plan(
+        env=env,
+        env_kwargs=env_kwargs,
+        max_workers=max_workers,
+        elastic=elastic,
+        multiplex=multiplex,
+        address=address,
+        log_setup=log_setup,
+        log_path=log_path,
+        kill_blocked_after=kill_blocked_after,
+        min_workers=min_workers,
+        max_worker_rss=max_worker_rss,
+        max_worker_age=max_worker_age,
+    )
+    check_seconds("drain_timeout", drain_timeout)
+    check_port("metrics_port", metrics_port)
+    publish = None if address_queue is None else _publisher(address_queue)
     if log_path is not None:
         _redirect_output(log_path)
     try:
         _end_with_parent(death_pipe)
         if log_setup is not None:
             log_setup()
-
-        def ready(bound: str) -> None:
-            if address_queue is not None:
-                _publish(address_queue, bound)
-
-        server = make_server(
-            env,
-            env_kwargs,
-            max_workers=max_workers,
-            elastic=elastic,
-            multiplex=multiplex,
-            address=address,
-            log_setup=log_setup,
-            log_path=log_path,
-            kill_blocked_after=kill_blocked_after,
-            min_workers=min_workers,
-            max_worker_rss=max_worker_rss,
-            max_worker_age=max_worker_age,
-        )
-        serve_until_told(server, ready=ready, drain_timeout=drain_timeout, metrics_port=metrics_port)
+        serve_until_told(plan.make(), ready=publish, drain_timeout=drain_timeout, metrics_port=metrics_port)
     except BaseException:
         if log_path is not None:
             with contextlib.suppress(OSError):
@@ -169,24 +116,37 @@ def serve_until_told(
     server: "EnvServer | EnvServerPool",
     *,
     ready: Callable[[str], None] | None = None,
-    drain_timeout: float | None = None,
+    drain_timeout: float = DRAIN_TIMEOUT,
     alongside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     metrics_port: int | None = None,
+    stacks_path: str | None = None,
+    stacks_after: float = SILENT_AFTER,
 ) -> None:
     """Run `server` until a signal, or until it fails. `ready` is told its address once it serves; `alongside` runs, and
-    `metrics_port` is served, from before its start until after its end."""
+    `metrics_port` is served, from before its start until after its end. Once the loop has been silent for
+    `stacks_after` seconds the stacks of this process are in the file `stacks_path` (None: on stderr)."""
+    hard_end = HardEnd()
+
+    def on_told(count: int) -> None:
+        if count <= 2:
+            hard_end.within((drain_timeout if count == 1 else 0.0) + server.stop_patience(hurried=count > 1) + MARGIN)
 
     async def serve() -> None:
-        beside = None if alongside is None else asyncio.create_task(alongside())
+        besides = [] if alongside is None else [asyncio.create_task(alongside())]
+        if wanted():
+            besides.append(asyncio.create_task(beat(stacks_path, stacks_after)))
         try:
-            await _serve(server, ready, DRAIN_TIMEOUT if drain_timeout is None else drain_timeout)
+            await _serve(server, ready, drain_timeout, on_told)
         finally:
-            if beside is not None:
+            for beside in besides:
                 beside.cancel()
                 await run_to_end(_ended(beside))
 
-    with contextlib.nullcontext() if metrics_port is None else _metrics_of(server, metrics_port):
-        asyncio.run(serve())
+    try:
+        with contextlib.nullcontext() if metrics_port is None else _metrics_of(server, metrics_port):
+            asyncio.run(serve())
+    finally:
+        hard_end.call_off()
 
 
 @contextmanager
@@ -206,9 +166,13 @@ def _metrics_of(server: "EnvServer | EnvServerPool", port: int) -> Iterator[None
 
 
 async def _serve(
-    server: "EnvServer | EnvServerPool", ready: Callable[[str], None] | None, drain_timeout: float
+    server: "EnvServer | EnvServerPool",
+    ready: Callable[[str], None] | None,
+    drain_timeout: float,
+    on_told: Callable[[int], None],
 ) -> None:
-    with _told_to_end() as (told, told_again):
+    with told_to_end(on_told) as (told, told_again):
+        hurrying = asyncio.create_task(_hurry(server, told_again))
         try:
             starting = asyncio.create_task(server.start())
             if not await _first(starting, told):
@@ -221,7 +185,13 @@ async def _serve(
             await _first(asyncio.create_task(server.drain(drain_timeout)), told_again)
         finally:
             await server.stop()
+            hurrying.cancel()
             logger.info("no longer serving on %s", server.address)
+
+
+async def _hurry(server: "EnvServer | EnvServerPool", told_again: asyncio.Event) -> None:
+    await told_again.wait()
+    server.hurry()
 
 
 async def _first(work: "asyncio.Task[Any]", event: asyncio.Event) -> bool:
@@ -242,35 +212,6 @@ async def _first(work: "asyncio.Task[Any]", event: asyncio.Event) -> bool:
 
 async def _ended(work: "asyncio.Task[Any]") -> None:
     await asyncio.wait([work])
-
-
-@contextmanager
-def _told_to_end() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events for the first and the second SIGTERM or SIGINT.
-
-    Once there was one, later ones stay without effect to the end of the process, which is near: restored, the default
-    handler would turn a third SIGTERM into an exit by a signal. In other threads than the main one there are none.
-    """
-    told, told_again = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def note() -> None:
-        (told_again if told.is_set() else told).set()
-
-    def handler(number: int, frame: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing left to end
-            loop.call_soon_threadsafe(note)
-
-    before: dict[signal.Signals, Any] = {}
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, handler)
-    try:
-        yield told, told_again
-    finally:
-        for number, previous in before.items():
-            # Ignored, not handled: Python gives up its handlers before the process has ended.
-            signal.signal(number, signal.SIG_IGN if told.is_set() else previous or signal.SIG_DFL)
 
 
 def _redirect_output(log_path: str | os.PathLike[str]) -> None:
@@ -298,17 +239,22 @@ def _end_with_parent(death_pipe: Any) -> None:
         end_with_parent(fds, None, kill_group=False)
 
 
-def _publish(address_queue: Any, address: str) -> None:
-    """Have the address on its way before anything can happen to this process."""
-    if hasattr(address_queue, "put"):
+def _publisher(address_queue: Any) -> Callable[[str], None]:
+    """What has the address on its way before anything can happen to this process."""
+
+    def put(address: str) -> None:
         address_queue.put(address)
         # A queue hands over to a thread, whose unsent bytes die with the process. Closing it flushes; only ours, and
         # the parent's end is another.
         if hasattr(address_queue, "join_thread") and multiprocessing.parent_process() is not None:
             address_queue.close()
             address_queue.join_thread()
-    else:
-        address_queue.send(address)
+
+    if hasattr(address_queue, "put"):
+        return put
+    if hasattr(address_queue, "send"):
+        return lambda address: address_queue.send(address)
+    raise EnvServerError(f"address_queue is a queue of multiprocessing or a connection, not {address_queue!r}")
 
 
 @asynccontextmanager
@@ -332,30 +278,32 @@ async def env_server(
 ) -> AsyncIterator[str]:
     """A server in a process of its own: `async with env_server("package.module:factory") as address`.
 
-    The arguments are those of `serve_env`. Raises `EnvServerStartupError` in the moment the process dies, or after
+    The arguments are those of `serve_env`; what nothing can work with is an `EnvServerError`. Raises
+    `EnvServerStartupError` in the moment the process dies, or after
     `timeout` seconds. On leaving the process is told to end, and killed `stop_timeout` seconds later if it has not;
     also when the caller is cancelled, any number of times. Without `log_path` the log is a temporary file, kept only
     after a failure.
     """
+    plan = Plan(
+        env=env,
+        env_kwargs=env_kwargs,
+        max_workers=max_workers,
+        elastic=elastic,
+        multiplex=multiplex,
+        address=address,
+        log_setup=log_setup,
+        log_path=log_path,
+        kill_blocked_after=kill_blocked_after,
+        min_workers=min_workers,
+        max_worker_rss=max_worker_rss,
+        max_worker_age=max_worker_age,
+    )
+    for name, seconds in (("timeout", timeout), ("stop_timeout", stop_timeout)):
+        check_seconds(name, seconds)
+    check_port("metrics_port", metrics_port)
+    job = {"role": "server", "plan": plan.packed(), "stop_timeout": stop_timeout, "metrics_port": metrics_port}
     server = _ServerProcess(log_path)
     try:
-        job = {
-            "role": "server",
-            "env": env,
-            "env_kwargs": env_kwargs,
-            "max_workers": max_workers,
-            "elastic": elastic,
-            "multiplex": multiplex,
-            "address": address,
-            "log_setup": pack_callable(log_setup),
-            "log_path": None if log_path is None else os.fspath(log_path),
-            "kill_blocked_after": kill_blocked_after,
-            "stop_timeout": stop_timeout,
-            "metrics_port": metrics_port,
-            "min_workers": min_workers,
-            "max_worker_rss": max_worker_rss,
-            "max_worker_age": max_worker_age,
-        }
         yield await server.start(job, timeout)
     finally:
         await run_to_end(server.stop(stop_timeout))
@@ -365,7 +313,10 @@ class _ServerProcess:
     """A child with the role `server`, from its start to its end."""
 
     def __init__(self, log_path: str | os.PathLike[str] | None) -> None:
-        self._folder = None if log_path is not None else tempfile.mkdtemp(prefix="envserver-")
+        try:
+            self._folder = None if log_path is not None else tempfile.mkdtemp(prefix="envserver-")
+        except OSError as error:
+            raise EnvServerError(f"no folder for the server's log can be made, so give a log_path: {error}") from None
         self._log_path = Path(self._folder or "", log_path or "server.log")
         self._child: Child | None = None
         self._ended = asyncio.Event()

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 
 import zmq
 
+from envserver.checks import check_numbers
 from envserver.env import Emit, Env, check_env, load_env
 from envserver.errors import EnvServerError
 from envserver.metrics import (
@@ -20,6 +21,7 @@ from envserver.metrics import (
     Sample,
     samples_of_requests,
 )
+from envserver.numbers import PERIOD, NumbersLine
 from envserver.outbox import BUDGET, Outbox
 from envserver.teardown import run_to_end
 from envserver.wire import (
@@ -43,7 +45,10 @@ from envserver.zsocket import TURN, ZSocket, check_address, listen, unlink_addre
 logger = logging.getLogger("envserver")
 
 CANCEL_TIMEOUT = 5.0
-"""Seconds that cancelled runs get to end when the server stops."""
+"""Seconds that cancelled runs get to end when the server stops, and so a `serving()` that is cancelled at last."""
+
+LEAVE_TIMEOUT = 30.0
+"""Seconds that `serving()` gets to give back what it holds, until it is cancelled."""
 
 FLUSH_TIMEOUT = 1.0
 """Seconds that the last answers get to leave."""
@@ -55,7 +60,8 @@ class EnvServer:
     `env` is an object with `serving()` and `run()`, or the name `package.module:factory`, which is loaded here and
     now, with `env_kwargs`. Port 0 is any free one: `server.address` says which once `start` has returned. `multiplex`
     is what health calls its capacity; no request is refused for it. `budget`: bytes of answers that a client may leave
-    unread before it is cut off (None: any number).
+    unread before it is cut off (None: any number). `numbers_period`: seconds between two log lines with its numbers
+    (INFO; None: no lines).
 
     Hostile frames are counted (`dropped`) and have no other effect. Every other request gets exactly one reply.
     """
@@ -68,6 +74,7 @@ class EnvServer:
         address: str = "tcp://127.0.0.1:0",
         multiplex: int = 128,
         budget: int | None = BUDGET,
+        numbers_period: float | None = PERIOD,
     ) -> None:
         if isinstance(env, str):
             env = load_env(env, env_kwargs)
@@ -76,6 +83,7 @@ class EnvServer:
         else:
             check_env(env, "the caller")
         check_address(address, "cannot listen on")
+        check_numbers(1, False, 1, multiplex)
         self.address = address
         self.dropped = 0
         self._metrics = Metrics()
@@ -87,6 +95,8 @@ class EnvServer:
         self._draining = False
         self._why: str | None = None
         self._ending = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._numbers = NumbersLine(self.samples, numbers_period)
         self._started = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -130,6 +140,7 @@ class EnvServer:
                 raise EnvServerError("serving() of the env ended before it was up")
             self._zsocket = ZSocket(self._socket, self._received, self._flush)
             self._outbox = Outbox(self._zsocket, self._cut_off, self._budget)
+            self._numbers.start()
         except BaseException:
             await self.stop()
             raise
@@ -145,8 +156,20 @@ class EnvServer:
                     await self._idle.wait()
 
     async def stop(self) -> None:
-        """Cancel what still runs, leave `serving()`, close. Whatever happens to the caller meanwhile."""
+        """Cancel what still runs, leave `serving()`, close. Whatever happens to the caller meanwhile.
+
+        Runs that do not end within 5 s of their cancellation are left as they are. `serving()` is cancelled when it has
+        not ended after 30 s, and left 5 s later.
+        """
         await run_to_end(self._stop())
+
+    def hurry(self) -> None:
+        """A `serving()` that takes longer to end than 5 s is cancelled, now or then, not after 30."""
+        self._hurried.set()
+
+    def stop_patience(self, hurried: bool) -> float:
+        """Seconds that `stop` takes at most; of them 5 are the runs'."""
+        return 2 * CANCEL_TIMEOUT + (CANCEL_TIMEOUT if hurried else LEAVE_TIMEOUT) + 2 * FLUSH_TIMEOUT
 
     async def wait_failed(self) -> NoReturn:
         """Raises when the server can serve no longer: `serving()` has ended by itself. Never returns."""
@@ -183,6 +206,7 @@ class EnvServer:
 
     async def _stop(self) -> None:
         self._draining = True
+        self._numbers.stop()
         by_itself = self._zsocket is not None and self._host is not None and self._host.done()
         why = "serving() of the env has ended" if by_itself else "the env server is shutting down"
         self._why = f"cancelled: {why}"
@@ -197,10 +221,9 @@ class EnvServer:
         if self._host is not None:
             if self._zsocket is None:  # not up yet
                 self._host.cancel()
-            if not (await asyncio.wait([self._host], timeout=CANCEL_TIMEOUT))[0]:
-                logger.warning("serving() of the env has not ended after %g s; it is waited for", CANCEL_TIMEOUT)
-                await asyncio.wait([self._host])
-            if self._zsocket is not None and not self._host.cancelled() and (error := self._host.exception()):
+            await self._leave_serving(self._host)
+            ended = self._host.done() and not self._host.cancelled()
+            if self._zsocket is not None and ended and (error := self._host.exception()) is not None:
                 logger.error("serving() of the env failed: %s", error, exc_info=error)
         socket, self._socket = self._socket, None
         if socket is not None:
@@ -216,6 +239,21 @@ class EnvServer:
         context, self._context = self._context, None
         if context is not None:
             await asyncio.to_thread(context.term)  # waits for what was sent last
+
+    async def _leave_serving(self, host: "asyncio.Task[None]") -> None:
+        """It ends by itself, or is cancelled, or is left."""
+        if (await asyncio.wait([host], timeout=CANCEL_TIMEOUT))[0]:
+            return
+        logger.warning("serving() of the env has not ended after %g s", CANCEL_TIMEOUT)
+        hurried = asyncio.create_task(self._hurried.wait())
+        patience = LEAVE_TIMEOUT - CANCEL_TIMEOUT
+        await asyncio.wait([host, hurried], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not host.done():
+            logger.warning("serving() of the env is cancelled")
+            host.cancel()
+            if not (await asyncio.wait([host], timeout=CANCEL_TIMEOUT))[0]:
+                logger.error("serving() of the env does not end although it is cancelled: it is left")
 
     def _received(self, parts: list[Part]) -> None:
         request = parse_request(parts)

@@ -130,6 +130,11 @@ class Slots:
         return min(times, default=math.inf)
 
     @property
+    def lone(self) -> int:
+        """Slots for one run alone, in whatever state."""
+        return sum(slot.lone for slot in self.map.values())
+
+    @property
     def lone_failures(self) -> int:
         """Lone workers that did not start, one after the other."""
         return self._lone.failures

@@ -1,24 +1,29 @@
-"""Where a worker is when its loop has gone silent: it writes down its own stacks, and the broker quotes them.
+"""Where a process of ours is when its loop has gone silent: it writes down its own stacks. Those of a worker the broker
+quotes; those of a broker, and of a server without workers, are on their stderr.
 
-The beat of a worker's loop puts off, again and again, what `faulthandler` does when it is put off no more: a thread of
+The beat of the loop puts off, again and again, what `faulthandler` does when it is put off no more: a thread of
 C code writes the stacks of all threads to a file. So they are there even while C code holds the GIL.
 
 `faulthandler.dump_traceback_later` exists once in a process: an env that calls it itself loses its dump at the next
-beat, a second later. With ENVSERVER_STACKS=0 in the environment workers leave it alone, and reports have no stacks.
+beat, a second later. With ENVSERVER_STACKS=0 in the environment it is left alone, and reports have no stacks.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
 logger = logging.getLogger("envserver")
 
 SWITCH = "ENVSERVER_STACKS"
+
+SILENT_AFTER = 10.0
+"""Seconds. Of a worker it is the policy's that counts."""
 
 BEATS = 10
 """In the time after which the stacks are written."""
@@ -35,26 +40,32 @@ _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether workers are to write down their stacks."""
+    """Whether stacks are to be written down."""
     return environment.get(SWITCH, "1") != "0"
 
 
-async def beat(path: str, after: float) -> NoReturn:
-    """Until it is cancelled: have this process write its stacks to the file `path` once its loop is silent for `after`
-    seconds. When the loop goes round again that is told to the log, and the file is emptied."""
-    with open(path, "ab", 0) as file:  # noqa: ASYNC230 - on a local disk
-        last = time.monotonic()
+async def beat(path: str | None, after: float) -> None:
+    """Until it is cancelled: have this process write its stacks to the file `path`, or to stderr, once its loop is
+    silent for `after` seconds. When the loop goes round again that is told to the log, and the file is emptied. Where
+    stderr is no file, nothing is written."""
+    with contextlib.ExitStack() as stack:
         try:
-            while True:
-                now = time.monotonic()
-                if os.fstat(file.fileno()).st_size:
-                    file.truncate(0)
-                    logger.warning("the event loop stood still for %.1f s, and all that this worker runs", now - last)
-                last = now
-                faulthandler.dump_traceback_later(after, file=file)
-                await asyncio.sleep(after / BEATS)
-                faulthandler.cancel_dump_traceback_later()
-        finally:
+            file = stack.enter_context(open(path or os.dup(sys.stderr.fileno()), "ab", 0))  # noqa: ASYNC230 - local
+        except (AttributeError, OSError, ValueError):
+            if path is None:
+                return
+            raise
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        last = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now - last >= after:
+                logger.warning("the event loop stood still for %.1f s, and all that this process runs", now - last)
+            if path is not None and os.fstat(file.fileno()).st_size:
+                file.truncate(0)
+            last = now
+            faulthandler.dump_traceback_later(after, file=file)
+            await asyncio.sleep(after / BEATS)
             faulthandler.cancel_dump_traceback_later()
 
 

@@ -78,6 +78,8 @@ class Worker:
     """One generation of a slot: a process on an ipc path of its own, which no other worker ever has.
 
     `on_message` gets what it sends, `on_lost` tells that the connection has ended, `on_exit` that the process has.
+    What it had sent when it died is delivered, but for what came after a thousand messages (zmq's own limit) that had
+    not been read by then.
     Raises `EnvServerError`, leaving nothing behind, if the process cannot be started. A health request is on its way
     before the worker listens: its answer is the first thing it does.
     """

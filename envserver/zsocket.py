@@ -1,7 +1,8 @@
 """A plain zmq socket in the asyncio loop, on its file descriptor: several times as fast as `zmq.asyncio`.
 
 The descriptor is edge-triggered: it tells that something happened inside zmq, once, and any call on the socket may
-consume that. So whoever has called it looks again whether there is something to read.
+consume that. So whoever has called it looks again whether there is something to read: at the end of the turn of the
+socket whose message led to the call, for a turn of the loop costs more than all that is done in it.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import os
 import socket as socketlib
 import stat
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +69,7 @@ class ZSocket:
         self._fd: int = _get(socket, int(zmq.FD))
         self._busy = False
         self._next: asyncio.Handle | None = None
+        self._called = _called.setdefault(self._loop, _Called(self._loop))
         self._loop.add_reader(self._fd, self._turn)
         self._look_again()
 
@@ -78,21 +81,23 @@ class ZSocket:
         if self.closed:
             return False
         socket = self.socket
-        last = len(parts) - 1
         try:
-            for index, part in enumerate(parts):
+            for part in parts[:-1]:
                 # The first frame decides: zmq takes the rest of a message that it has begun to take.
-                _send(socket, part, NOBLOCK if index == last else MORE, isinstance(part, bytes) and len(part) < LARGE)
+                _send(socket, part, MORE, isinstance(part, bytes) and len(part) < LARGE)
+            part = parts[-1]
+            _send(socket, part, NOBLOCK, isinstance(part, bytes) and len(part) < LARGE)
         except zmq.Again:
             return False
         finally:
             if not self._busy and self._next is None:
-                self._look_again()
+                self._called.add(self)
         return True
 
     def receive_now(self) -> int:
         """Read what has arrived, at most `TURN` messages, and return how many there were."""
         socket = self.socket
+        on_message = self._on_message
         count = 0
         self._busy = True
         try:
@@ -108,7 +113,10 @@ class ZSocket:
                         break
                     frame = _recv(socket, NOBLOCK, False)
                 count += 1
-                self._guarded(self._on_message, parts)
+                try:
+                    on_message(parts)
+                except Exception as error:  # noqa: BLE001 - one message must not end the reading for all others
+                    self._on_error(error)
         except zmq.Again:
             pass
         finally:
@@ -129,25 +137,59 @@ class ZSocket:
         if self._next is not None:
             self._next.cancel()
             self._next = None
-        more = self.receive_now() == TURN
-        if self._on_space is not None and not self.closed:
-            self._busy = True
-            try:
-                self._guarded(self._on_space)
-            finally:
-                self._busy = False
-            more = more or (not self.closed and bool(_get(self.socket, EVENTS) & POLLIN))
-        if more and not self.closed:
-            self._look_again()
+        with self._called:
+            more = self.receive_now() == TURN
+            if self._on_space is not None and not self.closed:
+                try:
+                    self._on_space()
+                except Exception as error:  # noqa: BLE001
+                    self._on_error(error)
+            if more and not self.closed:
+                self._look_again()
+
+    def look_if_called(self) -> None:
+        """If there is something to read, see to it that it is read."""
+        try:
+            if not self.closed and self._next is None and _get(self.socket, EVENTS) & POLLIN:
+                self._look_again()
+        except zmq.ZMQError as error:
+            self._on_error(error)
 
     def _look_again(self) -> None:
         self._next = self._loop.call_soon(self._turn)
 
-    def _guarded(self, callback: Callable[..., None], *arguments: object) -> None:
-        try:
-            callback(*arguments)
-        except Exception as error:  # noqa: BLE001 - one message must not end the reading for all others
-            self._on_error(error)
+
+class _Called:
+    """Those sockets of a loop that have been called since they were last looked at. A context: at its end they are
+    looked at; where there is none, once the loop is at it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.proxy(loop)
+        self._sockets: dict[ZSocket, None] = {}
+        self._awaited = False
+        """Somebody will look at them."""
+
+    def add(self, socket: ZSocket) -> None:
+        self._sockets[socket] = None
+        if not self._awaited:
+            self._awaited = True
+            self._loop.call_soon(self._look)
+
+    def __enter__(self) -> None:
+        self._awaited = True
+
+    def __exit__(self, *_: object) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        self._awaited = False
+        if self._sockets:
+            sockets, self._sockets = self._sockets, {}
+            for socket in sockets:
+                socket.look_if_called()
+
+
+_called: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Called]" = weakref.WeakKeyDictionary()
 
 
 def _log_error(error: Exception) -> None:
@@ -163,12 +205,17 @@ def check_address(address: str, cannot: str) -> None:
     protocol, _, rest = address.partition("://")
     if protocol not in ("tcp", "ipc") or not rest:
         raise EnvServerError(f"{cannot} {address}: {usual}")
+    if protocol == "ipc" and (size := len(os.fsencode(rest))) > MAX_PATH:
+        raise EnvServerError(f"{cannot} {address}: a socket's path has at most {MAX_PATH} bytes, and this has {size}")
     port = rest.rpartition(":")[2]
     if protocol == "tcp" and port.isdecimal() and int(port) > MAX_PORT:
         raise EnvServerError(f"{cannot} {address}: ports end at {MAX_PORT}")
 
 
 MAX_PORT = 65_535
+
+MAX_PATH = 107
+"""Bytes of a unix socket's path."""
 
 MAX_MESSAGE = 1 << 30
 """Bytes of one frame. Who sends more is disconnected by zmq."""
@@ -186,10 +233,17 @@ def listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "tuple[zm
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except (zmq.ZMQError, OSError) as error:
         socket.close(0)
-        raise EnvServerError(f"cannot listen on {address}: {error.strerror or error}") from None
+        raise EnvServerError(f"cannot listen on {address}: {_plain(error)}") from None
     except BaseException:
         socket.close(0)  # the context would wait for it, for ever
         raise
+
+
+def _plain(error: OSError | zmq.ZMQError) -> str:
+    """What is wrong, without what pyzmq adds to it."""
+    if isinstance(error, zmq.ZMQError) and error.errno is not None and error.errno in errno.errorcode:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def unlink_address(address: str) -> None:

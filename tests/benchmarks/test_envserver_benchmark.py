@@ -12,6 +12,7 @@ from benchmarks import envserver
 from benchmarks.envserver import Plan
 from benchmarks.envserver_client import connected, delta_frames_per_s, latencies, requests_per_s, workers
 from benchmarks.envserver_crashes import crashes
+from benchmarks.envserver_goals import GOALS, judged
 from benchmarks.envserver_kills import Kills, kill_workers
 from benchmarks.envserver_subjects import started
 from benchmarks.peers import Peer, PeerUnavailableError
@@ -36,11 +37,13 @@ MEASURES = RATES | {
 
 def test_the_orphans_of_killed_workers_are_counted_and_their_errors_timed() -> None:
     with started(OURS, 4) as ours:
-        seen = kill_workers(ours, 2, replaced=True, patience=30)
+        seen = kill_workers(ours, 2, seconds=60, replaced=True, patience=30)
         assert (seen.kills, seen.unanswered, seen.zombies) == (2, 0, 0)
         assert len(seen.to_error) == 32, "16 of 64 requests were on each"
         assert all(time > 0 for time in seen.to_error)
         assert seen.fd_growth is None, "two kills tell nothing of growth"
+        seen = kill_workers(ours, 100, seconds=0.0, replaced=True, patience=30)
+        assert seen.kills == 1, "they end with their time"
         assert ours.kill_broker(patience=30) is not None, "its workers went with it"
 
 
@@ -50,7 +53,7 @@ def test_requests_that_nobody_answers_are_counted() -> None:
         with connected(stub.address) as client:
             (pid,) = workers(client, 1)
         stub.knows({pid})
-        seen = kill_workers(stub, 1, replaced=False, patience=0.1)
+        seen = kill_workers(stub, 1, seconds=60, replaced=False, patience=0.1)
         assert (seen.kills, seen.unanswered, seen.to_error) == (1, 64, [])
 
 
@@ -61,6 +64,27 @@ def test_the_rates_are_measured_of_any_server() -> None:
         assert min(latencies(client, 0.1)) > 0
         reply = client.ask(b"health")
         assert reply["success"], "nothing of the measures is left in the connection"
+
+
+@pytest.mark.parametrize(
+    ("measure", "ours", "peer", "says"),
+    [
+        ("latency_p50", 0.00034, 0.0005, "met     latency_p50: 0.00034 (at most 0.00035)"),
+        ("latency_p50", 0.00036, 0.0005, "MISSED  latency_p50: 0.00036 (at most 0.00035)"),
+        ("requests_per_s", 2000.0, 1000.0, "met     requests_per_s: 2.00 times (at least 2 times the peer's)"),
+        ("requests_per_s", 1990.0, 1000.0, "MISSED  requests_per_s: 1.99 times (at least 2 times the peer's)"),
+        ("requests_per_s", 1990.0, None, "MISSED  requests_per_s: not measured (at least 2 times the peer's)"),
+        ("zombies", 0.0, None, "met     zombies: 0 (at most 0)"),
+        ("unanswered", None, 16.0, "MISSED  unanswered: not measured (at most 0)"),
+    ],
+)
+def test_a_goal_is_met_or_missed(measure: str, ours: float | None, peer: float | None, says: str) -> None:
+    figures = [Figure(measure, "–", "ours", ours, ""), Figure(measure, "–", "peer", peer, "")]
+    assert says in judged(figures, "peer")
+
+
+def test_every_goal_is_of_something_that_is_measured() -> None:
+    assert {goal.measure for goal in GOALS} < MEASURES
 
 
 async def test_a_server_and_a_pool_that_crash_are_timed() -> None:
@@ -102,7 +126,7 @@ def test_every_subject_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
         for measure in RATES:
             seen.add(measure, float(len(measured)))
 
-    def kills(subject: Fake, number: int, *, replaced: bool, patience: float) -> Kills:
+    def kills(subject: Fake, number: int, *, seconds: float, replaced: bool, patience: float) -> Kills:
         if replaced:
             return Kills(number, [0.01, 0.02], 0, 0, 0.5, 0)
         return Kills(1, [], 16, None, None, 1)
@@ -115,7 +139,9 @@ def test_every_subject_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envserver, "_measure_rates", rates)
     monkeypatch.setattr(envserver, "kill_workers", kills)
     monkeypatch.setattr(envserver, "crashes", crashed)
-    figures = envserver.run(Path("python"), "peer", Plan(rounds=3, seconds=0.0, kills=5, crashes=2, patience=0.0))
+    figures = envserver.run(
+        Path("python"), "peer", Plan(rounds=3, seconds=0.0, kills=5, kill_seconds=9.0, crashes=2, patience=0.0)
+    )
     value = {(figure.subject, figure.measure): figure.value for figure in figures}
     assert {figure.case for figure in figures} == {"–"}
     assert set(value) == {
@@ -154,6 +180,8 @@ def test_the_command_writes_what_it_shows(
     shown = " ".join(capsys.readouterr().out.split())
     assert "verifiers-0.4.0" in shown
     assert "(0.25 to 1)" in shown
+    assert "MISSED latency_p50: 0.5 (at most 0.00035)" in shown
+    assert "MISSED requests_per_s: not measured (at least 2 times the peer's)" in shown
     quick, full = asked
     assert quick.rounds < full.rounds
     assert quick.kills < full.kills

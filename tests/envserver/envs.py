@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from envserver.env import Emit
+from envserver.outbox import Outbox
 
 
 class Scripted:
@@ -32,6 +33,9 @@ class Scripted:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "deliver and die":
                 # All that was sent is in the kernel before it dies.
+                (outbox,) = [found for found in gc.get_objects() if isinstance(found, Outbox)]
+                while not outbox.empty:  # noqa: ASYNC110 - it sends by itself
+                    await asyncio.sleep(0.01)
                 (router,) = [x for x in gc.get_objects() if isinstance(x, zmq.Socket) and x.type == zmq.ROUTER]
                 context = router.context
                 router.close(linger=-1)

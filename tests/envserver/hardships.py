@@ -4,10 +4,12 @@ Every worker imports this: nothing slow, as `tests.helpers` is, belongs here.
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -57,6 +59,17 @@ def block(gate: Path) -> None:
         time.sleep(0.02)
 
 
+def hang_up() -> None:
+    """End all connections of this process over unix sockets, as a broken system might; their ends do not close."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if (
+                connection.family == socket.AF_UNIX
+                and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 class Hard(Scripted):
     async def run(self, request: dict[str, Any], emit: Emit) -> dict[str, Any]:
         if "note" in request:  # that it was run, and where
@@ -81,6 +94,9 @@ class Hard(Scripted):
                 deadlock()
             case "block":
                 block(Path(request["gate"]))
+            case "hang up":
+                hang_up()
+                await asyncio.Event().wait()
             case "send":
                 # What no server of ours would: frames as they are, straight to the broker.
                 (server,) = [found for found in gc.get_objects() if isinstance(found, EnvServer)]

@@ -12,7 +12,7 @@ import pytest
 
 from envserver import folder
 from envserver.errors import EnvServerError
-from envserver.folder import LOCK, ShortFolder
+from envserver.folder import LOCK, ShortFolder, remove_left_behind
 
 OWNER = """
 import os, sys
@@ -50,11 +50,12 @@ def owner(parent: Path) -> tuple["subprocess.Popen[str]", Path]:
 
 def test_one_whose_owner_was_killed_is_removed_by_the_next(parent: Path) -> None:
     process, path = owner(parent)
-    ShortFolder().remove()
+    remove_left_behind()
     assert (path / "1").exists(), "its owner lives"
     process.kill()
     process.communicate()
     ours = ShortFolder()
+    remove_left_behind()
     assert [*parent.iterdir()] == [ours.path]
     ours.remove()
     assert [*parent.iterdir()] == []
@@ -63,7 +64,7 @@ def test_one_whose_owner_was_killed_is_removed_by_the_next(parent: Path) -> None
 def test_one_that_was_just_made_may_not_be_locked_yet(parent: Path) -> None:
     (new := parent / "envserver-new").mkdir()
     (new / LOCK).touch()
-    ShortFolder().remove()
+    remove_left_behind()
     assert new.exists()
 
 
@@ -77,7 +78,7 @@ def test_what_is_not_ours_is_left_alone(parent: Path, tmp_path: Path) -> None:
     (parent / "envserver-lock").mkdir()
     (parent / "envserver-lock" / LOCK).symlink_to(elsewhere / LOCK)
     (parent / "envserver-file").touch()
-    ShortFolder().remove()
+    remove_left_behind()
     assert (theirs / "precious").exists()
     assert (elsewhere / LOCK).exists()
     assert sorted(path.name for path in parent.iterdir()) == [

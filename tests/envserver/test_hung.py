@@ -245,7 +245,7 @@ def test_a_report_waits_for_stacks_that_are_late_but_not_for_ever() -> None:
 
 def test_a_limit_below_that_of_the_report_is_refused() -> None:
     for limit in (0, -1, 9.9, float("nan")):
-        with pytest.raises(EnvServerError, match="kill_blocked_after is at least 10 s"):
+        with pytest.raises(EnvServerError, match=r"kill_blocked_after is (at least 10 s|a number)"):
             PoolPolicy(kill_blocked_after=limit)
     assert PoolPolicy(kill_blocked_after=10).kill_blocked_after == 10
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -183,12 +184,25 @@ def test_the_line_has_what_is_not_zero_summed_over_slots() -> None:
     assert in_a_line([]) == "nothing yet"
 
 
-async def test_the_pool_tells_its_numbers_again_and_again_until_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+@asynccontextmanager
+async def telling(kind: str, period: float | None) -> AsyncIterator[Caller]:
+    """A server or a pool that tells its numbers so often."""
+    if kind == "pool":
+        async with pool_of(1, policy=replace(QUICK, numbers_period=period)) as (_, caller):
+            yield caller
+    else:
+        async with EnvServer(ScriptedEnv(), numbers_period=period) as server:
+            with Caller(server.address) as caller:
+                yield caller
+
+
+@pytest.mark.parametrize("kind", ["pool", "server"])
+async def test_it_tells_its_numbers_again_and_again_until_it_stops(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def lines() -> list[str]:
         return [text for record in caplog.records if (text := record.getMessage()).startswith("numbers: ")]
 
     caplog.set_level(logging.INFO, "envserver")
-    async with pool_of(1, policy=replace(QUICK, numbers_period=0.02)) as (_, caller):
+    async with telling(kind, 0.02) as caller:
         await caller.run()
         await until(lambda: any("worker slots ready 1" in line and "requests 1" in line for line in lines()))
         seen = len(lines())
@@ -196,6 +210,14 @@ async def test_the_pool_tells_its_numbers_again_and_again_until_it_stops(caplog:
     seen = len(lines())
     await asyncio.sleep(0.1)
     assert len(lines()) == seen
+
+
+async def test_no_period_is_no_line_and_one_that_is_none_is_told() -> None:
+    assert EnvServer(ScriptedEnv())._numbers._period == 30
+    async with telling("server", None):
+        assert not any("_tell" in str(handle) for handle in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+    with pytest.raises(EnvServerError, match="numbers_period is more than 0, or None: never; not 0"):
+        EnvServer(ScriptedEnv(), numbers_period=0)
 
 
 # Prometheus
@@ -245,7 +267,7 @@ async def test_a_pool_is_read_over_deaths_failures_cancels_and_replacements() ->
     assert labels <= {
         ("name", "train"),
         *(("slot", str(number)) for number in range(2)),
-        *(("state", state.value) for state in State),
+        *(("state", state) for state in ("lone", *(state.value for state in State))),
         *(("reason", reason) for reason in ("env", "worker died")),
         ("cause", "SIGKILL"),
     }

@@ -19,6 +19,7 @@ from envserver.errors import EnvServerError, EnvServerStartupError
 from envserver.limits import PoolPolicy
 from envserver.pool import EnvServerPool
 from tests.envserver.caller import Caller
+from tests.envserver.processes import descriptors
 from tests.helpers import until
 
 ENVS = "tests.envserver.envs"
@@ -152,6 +153,21 @@ async def test_a_start_that_is_cancelled_twice_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert children() == before
+
+
+async def test_one_that_is_stopped_before_it_has_begun_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    before = descriptors()
+    pool = EnvServerPool(f"{ENVS}:scripted", max_workers=2)
+    starting = asyncio.create_task(pool.start())
+    await asyncio.sleep(0)
+    await pool.stop()
+    with pytest.raises(EnvServerError, match="stopped before it was up"):
+        await starting
+    assert not caplog.records
+    assert descriptors() == before
 
 
 async def test_a_long_tmpdir_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

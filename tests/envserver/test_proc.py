@@ -185,6 +185,24 @@ async def test_a_loop_that_stands_still_has_its_stacks_written_and_one_that_goes
         await beating
 
 
+async def test_without_a_file_the_stacks_are_on_stderr(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beating = asyncio.create_task(beat(None, 0.1))
+    await asyncio.sleep(0)
+    shown, deadline = "", time.monotonic() + 30
+    while "in test_without_a_file" not in shown and time.monotonic() < deadline:
+        time.sleep(0.01)  # noqa: ASYNC251 - this is what is tested
+        shown += capfd.readouterr().err
+    assert "in test_without_a_file" in shown
+    await until(lambda: "the event loop stood still for" in caplog.text)
+    beating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beating
+    monkeypatch.setattr(sys, "stderr", None)
+    await beat(None, 0.1)  # nowhere to write: it ends
+
+
 def test_the_switch() -> None:
     assert wanted({})
     assert wanted({"ENVSERVER_STACKS": "1"})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from envserver.metrics import SLOTS
 from envserver.pool import EnvServerPool
 from tests.envserver.caller import Caller
 from tests.envserver.test_pool import QUICK, children, pool_of, ready
@@ -105,6 +106,8 @@ async def test_a_suspect_runs_alone_beside_the_pools_own_workers_and_its_success
         first, second = [await caller.send("run", {"do": "hold"}) for _ in range(2)]
         await until(lambda: pool.in_flight == 1)
         assert pool.states() == {"ready": 2, "lone": 1, "waiting": 1, "in flight": 1}
+        slots = {sample.labels: sample.value for sample in pool.samples() if sample.family is SLOTS and sample.value}
+        assert slots == {("ready",): 2, ("lone",): 1}
         assert len(children() - before - own) == 1
         assert (await caller.run())["pid"] in own, "all others go on as before"
         assert (await caller.ask("health"))["capacity"] == 256
@@ -207,6 +210,29 @@ async def test_a_lone_worker_that_a_signal_has_stopped_is_killed_counts_nothing_
         await caller.ask("cancel", {"request_id": second.decode()})
         assert (await caller.reply(second))["error"] == "cancelled"
         assert pool.states()["ready"] == 1
+
+
+async def test_a_worker_that_loses_only_its_connection_is_ended_and_that_is_a_death_a_lone_one_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with watched(1) as (pool, caller):
+        for _ in range(2):
+            await ready(pool, 1)
+            (own,) = pool._dispatcher.ready
+            assert f"(pid {own.pid}) of the env server" in (await caller.run(do="hang up"))["error"]
+            assert f"{own} has lost its connection: it is ended" in caplog.text
+        await ready(pool, 1)
+        (own,) = pool._dispatcher.ready
+        lost = await caller.send("run", {"do": "hang up"})
+        await until(lambda: pool.in_flight == 1)
+        (lone,) = [worker for worker in pool._workers.values() if worker.requests]
+        assert lone.slot.lone
+        assert f"worker {lone.number} (pid {lone.pid}) of the env server" in (await caller.reply(lost))["error"]
+        assert f"{lone} has lost its connection: it is ended" in caplog.text
+        (task,) = pool._quarantine._records._records.values()
+        assert [death.pid for death in task.lone] == [lone.pid]
+        assert (await caller.run())["pid"] == own.pid
+        await until(lambda: pool.states() == {"ready": 1, "in flight": 0})
 
 
 async def test_a_client_that_leaves_takes_its_waiting_runs_with_it() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from envserver import EnvClient, EnvServerError, EnvServerStartupError, env_server, serve_env, wait_for_address
-from envserver.serve import make_server
+from envserver.plan import Plan
 from tests.envserver.caller import Caller
 from tests.envserver.processes import alive, descriptors, exists, read_pid
 from tests.envserver.scripted import MAKE
@@ -242,31 +243,78 @@ async def test_a_pool_of_ones_own_serves_and_is_gone_afterwards(tmp_path: Path) 
 
 
 def test_when_blocked_workers_are_killed_is_the_pools_to_know() -> None:
-    made = {limit: make_server(MAKE, max_workers=2, kill_blocked_after=limit, kill_grace=2.0) for limit in (None, 60.0)}
+    made = {
+        limit: Plan(env=MAKE, max_workers=2, kill_blocked_after=limit).make(kill_grace=2.0) for limit in (None, 60.0)
+    }
     assert {limit: pool._policy.kill_blocked_after for limit, pool in made.items()} == {None: None, 60.0: 60.0}  # type: ignore[union-attr]
     with pytest.raises(EnvServerError, match="kill_blocked_after is at least 10 s"):
-        make_server(MAKE, max_workers=2, kill_blocked_after=1.0)
+        Plan(env=MAKE, max_workers=2, kill_blocked_after=1.0)
 
 
 def test_how_workers_come_and_go_is_the_pools_to_know() -> None:
     options = {"max_worker_rss": 1 << 30, "max_worker_age": 3600.0}
-    pool = make_server(MAKE, max_workers=4, min_workers=2, **options)  # type: ignore[arg-type]
+    pool = Plan(env=MAKE, max_workers=4, min_workers=2, **options).make()  # type: ignore[arg-type]
     assert pool._slots.floor == 2  # type: ignore[union-attr]
     assert {name: getattr(pool._policy, name) for name in options} == options  # type: ignore[union-attr]
     for name in options:
         with pytest.raises(EnvServerError, match=f"{name} is more than 0"):
-            make_server(MAKE, max_workers=2, **{name: 0})  # type: ignore[arg-type]
+            Plan(env=MAKE, max_workers=2, **{name: 0})  # type: ignore[arg-type]
         with pytest.raises(EnvServerError, match=f"{name} is for worker processes"):
-            make_server(MAKE, max_workers=1, **{name: 1})  # type: ignore[arg-type]
+            Plan(env=MAKE, max_workers=1, **{name: 1})  # type: ignore[arg-type]
     for few in (0, 3):
         with pytest.raises(EnvServerError, match=f"min_workers is at least 1 and at most max_workers .2., not {few}"):
-            make_server(MAKE, max_workers=2, min_workers=few)
+            Plan(env=MAKE, max_workers=2, min_workers=few)
 
 
-async def test_when_blocked_workers_are_killed_reaches_a_server_in_a_process_of_its_own() -> None:
-    with pytest.raises(EnvServerStartupError, match="kill_blocked_after is for worker processes"):
-        async with env_server(MAKE, kill_blocked_after=60.0):
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_workers": "2"}, "max_workers is a whole number, or None for any number; not '2'"),
+    ({"max_workers": 2.5}, "max_workers is a whole number, or None for any number; not 2.5"),
+    ({"max_workers": True}, "max_workers is a whole number, or None for any number; not True"),
+    ({"max_workers": -1}, "max_workers is at least 1"),
+    ({"multiplex": "8"}, "multiplex is a whole number, not '8'"),
+    ({"max_workers": 2, "min_workers": None}, "min_workers is a whole number, not None"),
+    ({"elastic": "no"}, "elastic is True or False, not 'no'"),
+    ({"kill_blocked_after": 60.0}, "kill_blocked_after is for worker processes"),
+    ({"max_workers": 2, "kill_blocked_after": "60"}, "kill_blocked_after is a number, or None: never; not '60'"),
+    ({"max_workers": 2, "max_worker_rss": "1G"}, "max_worker_rss is a number, or None for no limit; not '1G'"),
+    ({"max_workers": 2, "max_worker_age": float("nan")}, "max_worker_age is a number, or None for no limit; not nan"),
+    ({"env_kwargs": ["split"]}, "env_kwargs are the factory's arguments, a dict by their names"),
+    ({"env_kwargs": {1: 2}}, "env_kwargs are the factory's arguments, a dict by their names"),
+    ({"address": 5000}, "cannot listen on 5000: an address is like tcp://127.0.0.1:5000"),
+    ({"address": "tcp://127.0.0.1:99999"}, "ports end at 65535"),
+    ({"log_setup": "basicConfig"}, "log_setup is a function, called without arguments; not 'basicConfig'"),
+    ({"log_path": 7}, "log_path is a path, not 7"),
+    ({"metrics_port": "9090"}, "metrics_port is a whole number, or None for none; not '9090'"),
+    ({"metrics_port": 70_000}, "metrics_port is 0 to 65535"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD)
+async def test_what_nothing_can_work_with_is_one_error_where_it_is_given(
+    arguments: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)  # no process is made
+    with pytest.raises(EnvServerError, match=re.escape(says)) as caught:
+        async with env_server(MAKE, **arguments):
             raise AssertionError("it came up")
+    assert not isinstance(caught.value, EnvServerStartupError)
+    with pytest.raises(EnvServerError, match=re.escape(says)):
+        serve_env(MAKE, **arguments)
+
+
+@pytest.mark.parametrize("name", ["timeout", "stop_timeout"])
+@pytest.mark.parametrize("value", ["10", None, -1.0])
+async def test_a_time_that_is_none_is_told(name: str, value: Any) -> None:
+    with pytest.raises(EnvServerError, match=f"{name} is a"):
+        async with env_server(MAKE, **{name: value}):
+            raise AssertionError("it came up")
+
+
+def test_where_an_address_cannot_be_told_is_told() -> None:
+    with pytest.raises(EnvServerError, match="address_queue is a queue of multiprocessing or a connection, not 'q'"):
+        serve_env(MAKE, address_queue="q")
+    with pytest.raises(EnvServerError, match="drain_timeout is a number, not None"):
+        serve_env(MAKE, drain_timeout=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -294,10 +342,11 @@ async def test_a_server_that_does_not_come_up_is_told_and_leaves_its_log(kwargs:
 
 
 async def test_one_that_takes_too_long_is_told_and_ended(tmp_path: Path) -> None:
-    with pytest.raises(EnvServerStartupError, match=r"reported no address within 3 s"):
-        async with env_server(MISBEHAVE, {"how": "wait", "folder": str(tmp_path)}, timeout=3):
+    with pytest.raises(EnvServerStartupError, match=r"\(pid \d+\) reported no address within 0.5 s") as caught:
+        async with env_server(MISBEHAVE, {"how": "wait", "folder": str(tmp_path)}, timeout=0.5):
             pass
-    assert not exists(await read_pid(tmp_path / "waiting"))
+    (pid,) = re.findall(r"\(pid (\d+)\)", str(caught.value))
+    assert not exists(int(pid))
 
 
 async def test_a_name_that_is_none_is_told(tmp_path: Path) -> None:
@@ -310,6 +359,21 @@ async def test_a_name_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(EnvServerError, match="log_setup must be a function of a module"):
         async with env_server(MAKE, log_setup=lambda: None):
             pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_where_no_log_can_be_written_that_is_told_and_no_descriptor_lost(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    with pytest.raises(EnvServerError, match="the log /no/such/folder/log cannot be written: No such file"):
+        async with env_server(MAKE, max_workers=workers, log_path="/no/such/folder/log"):
+            raise AssertionError("it came up")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(EnvServerError, match="no folder for the server's log can be made, so give a log_path"):
+        async with env_server(MAKE, max_workers=workers):
+            raise AssertionError("it came up")
+    assert descriptors() == before
 
 
 async def test_log_setup_is_called_over_there(tmp_path: Path) -> None:
@@ -357,7 +421,7 @@ async def test_a_pool_whose_workers_will_not_end_kills_them_itself_and_leaves_no
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs = {"how": "serving lingers"}
-    async with env_server(MISBEHAVE, kwargs, max_workers=2, stop_timeout=20) as address:
+    async with env_server(MISBEHAVE, kwargs, max_workers=2, stop_timeout=10) as address:
         async with EnvClient(address) as client:
             pid = (await client.run({}))["pid"]
         paths = [Path(socket.laddr) for socket in psutil.Process(pid).net_connections("unix") if socket.laddr]

@@ -349,7 +349,7 @@ async def test_a_serving_that_does_not_end_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserver.server.CANCEL_TIMEOUT", 0.01)
-    end = asyncio.Event()
+    end = asyncio.Event()  # it takes longer than most
 
     class Lingering(ScriptedEnv):
         @contextlib.asynccontextmanager
@@ -364,6 +364,61 @@ async def test_a_serving_that_does_not_end_is_told(
     assert not stopping.done()
     end.set()
     await stopping
+    assert "serving() of the env is cancelled" not in caplog.text
+
+
+class Clinging(ScriptedEnv):
+    """Its `serving()` never ends by itself; it minds so many cancellations not at all."""
+
+    def __init__(self, deaf_to: int) -> None:
+        super().__init__()
+        self.deaf_to = deaf_to
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        yield
+        for _ in range(self.deaf_to):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("told", ["by the time", "to hurry while it ends", "to hurry before"])
+async def test_a_serving_that_never_ends_is_cancelled(
+    told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.server.CANCEL_TIMEOUT", 0.01)
+    if told == "by the time":
+        monkeypatch.setattr("envserver.server.LEAVE_TIMEOUT", 0.02)
+    before = descriptors()
+    server = EnvServer(Clinging(deaf_to=0))
+    await server.start()
+    if told == "to hurry before":
+        server.hurry()
+    stopping = asyncio.create_task(server.stop())
+    if told == "to hurry while it ends":
+        await until(lambda: "serving() of the env has not ended" in caplog.text)
+        server.hurry()
+    async with asyncio.timeout(20):  # not 30
+        await stopping
+    assert "serving() of the env is cancelled" in caplog.text
+    assert descriptors() == before
+
+
+async def test_a_serving_that_no_cancellation_ends_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.server.CANCEL_TIMEOUT", 0.01)
+    monkeypatch.setattr("envserver.server.LEAVE_TIMEOUT", 0.02)
+    before = descriptors()
+    server = EnvServer(Clinging(deaf_to=1))
+    await server.start()
+    await server.stop()
+    assert "does not end although it is cancelled: it is left" in caplog.text
+    assert descriptors() == before
+    assert server._host is not None
+    server._host.cancel()
+    await asyncio.wait([server._host])
 
 
 async def test_a_path_is_given_back(tmp_path: Path) -> None:
@@ -462,6 +517,8 @@ async def test_a_run_that_will_not_end_does_not_keep_the_server_from_ending(
     [
         ("no colon", "named package.module:factory"),
         (":make", "named package.module:factory"),
+        ("../my_env:make", "named package.module:factory"),
+        (".my_env:make", "named package.module:factory"),
         ("tests.nowhere:make", "no module 'tests.nowhere'"),
         ("nowhere_at_all.deep:make", "no module 'nowhere_at_all'"),
         ("tests.envserver.scripted:nothing", "has no 'nothing'"),

@@ -1,6 +1,8 @@
 """A zmq socket on its file descriptor: nothing is lost, nothing blocks, nobody is starved."""
 
 import asyncio
+import select
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,31 @@ async def test_sends_that_swallow_the_wake_up_lose_nothing(
             await until(lambda number=number: len(received) >= number + 2)  # type: ignore[misc]
         dealer.recv()
     await until(lambda: len(received) == 3001)
+
+
+async def test_nor_do_sends_in_the_turn_of_another_socket(
+    context: Context, pair: tuple[zmq.Socket[bytes], ZSocket, list[list[Part]]]
+) -> None:
+    dealer, zsocket, received = pair
+    dealer.send(b"hello")
+    await until(lambda: received)
+    client = received[0][0]
+
+    def swallow(parts: list[Part]) -> None:
+        dealer.send(b"ping")
+        # It has arrived, and not just now: zmq does not look for commands twice in a millisecond.
+        assert select.select([zsocket.socket.getsockopt(zmq.FD)], [], [], 30)[0]
+        time.sleep(0.005)
+        assert zsocket.send([client, b"noise"])
+
+    router, address = listen(context, "tcp://127.0.0.1:0")
+    other = ZSocket(router, swallow)
+    with context.socket(zmq.DEALER) as caller:
+        caller.connect(address)
+        for number in range(20):
+            caller.send(b"go")
+            await until(lambda number=number: len(received) == number + 2)  # type: ignore[misc]
+    other.close()
 
 
 async def test_others_have_their_turn_while_messages_pour_in(context: Context, dealer: zmq.Socket[bytes]) -> None:
@@ -188,10 +215,24 @@ async def test_closing_twice_and_sending_afterwards_do_no_harm(
     assert zsocket.send([b"x"]) is False
 
 
-@pytest.mark.parametrize("address", ["nonsense", "ipc://" + "x" * 200, "http://127.0.0.1:1"])
-async def test_an_address_that_cannot_be_had_is_told(context: Context, address: str) -> None:
-    with pytest.raises(EnvServerError, match="cannot listen on"):
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("nonsense", ".*"),
+        ("http://127.0.0.1:1", "Protocol not supported"),
+        ("ipc:///no/such/folder/socket", "No such file or directory"),
+    ],
+)
+async def test_an_address_that_cannot_be_had_is_told(context: Context, address: str, why: str) -> None:
+    with pytest.raises(EnvServerError, match=f"^cannot listen on {address}: {why}$"):
         listen(context, address)
+
+
+@pytest.mark.parametrize(("letters", "size"), [("x", 1), ("ö", 2)])
+def test_a_path_too_long_for_a_socket_is_told_with_both_lengths(letters: str, size: int) -> None:
+    check_address("ipc:///" + letters * (106 // size), "cannot listen on")
+    with pytest.raises(EnvServerError, match="a socket's path has at most 107 bytes, and this has 109"):
+        check_address("ipc:///" + letters * (108 // size), "cannot listen on")
 
 
 @pytest.mark.parametrize(
