@@ -151,15 +151,16 @@ def messages(text: Any) -> bytes:
 
 def read(stream: Stream, raws: list[bytes], *, shortcut: bool) -> int:
     """The number of events that were not read whole."""
-    events = [SseEvent(raw) for raw in raws]
-    repeated = 0
-    while events:
-        taken = stream.repeats(events) if shortcut and stream.phase is Phase.OPEN else 0
-        repeated += taken
+    data = b"".join(raws)
+    at = whole = 0
+    while at < len(data):
+        taken = stream.repeats(data, at) if shortcut and stream.phase is Phase.OPEN else 0
         if not taken:
-            stream.feed(events[0])
-        events = events[taken or 1 :]
-    return repeated
+            taken = data.index(b"\n\n", at) + 2 - at
+            stream.feed(SseEvent(data[at : at + taken]))
+            whole += 1
+        at += taken
+    return len(raws) - whole
 
 
 class TestRepeatingStreams:
@@ -376,7 +377,7 @@ def test_a_stream_is_told_and_recorded_as_one_that_is_read_event_by_event(
     pieces = [raw[start:end] for start, end in pairwise(at)]
     fast = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
     with pytest.MonkeyPatch.context() as naive:
-        naive.setattr(Stream, "repeats", lambda self, events: 0)
+        naive.setattr(Stream, "repeats", lambda self, data, at=0: 0)
         naive.setattr(SseParser, "_plain", lambda self, chunk: False)
         slow = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
     assert fast == slow

@@ -1,0 +1,217 @@
+"""Events of a stream that come again and again with another text in the same place: told by their bytes alone."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from interception.sse import SseEvent
+
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a value of an event."""
+
+STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+NUMBER: Final = re.compile(rb"[0-9]++")
+PADDED: Final = re.compile(rb'("\}) *(\}(?:\n\n|\r\n\r\n|\r\r))')
+"""The end of an event of Anthropic's, which has as many blanks as pad it to a length that tells nothing."""
+
+TEXT_PROBE: Final = "?!"
+NUMBER_PROBE: Final = 7190017
+
+
+class _Hole(NamedTuple):
+    """Where an event has another value each time."""
+
+    start: int
+    end: int
+    path: Path
+    quoted: bool
+
+
+class Refrain:
+    """An event that comes again and again, each time with another text in one place, and perhaps with values elsewhere
+    of which the answer has nothing: most of a stream.
+
+    What follows it is told by its bytes alone, all in one go: a tenth of what whole events take. Between the values
+    its bytes are the same; they are put into the form of a JSON list of the values, and that is read.
+    """
+
+    __slots__ = (
+        "_begin",
+        "_between",
+        "_close",
+        "_fixed",
+        "_joint",
+        "_numbers",
+        "_pieces",
+        "_prefix",
+        "_quotes",
+        "_separator",
+        "_stride",
+        "_suffix",
+        "_text",
+        "count",
+        "greatest",
+        "tried",
+    )
+
+    def __init__(self, literals: Sequence[bytes], holes: Sequence[_Hole], text: int, pieces: list[str]) -> None:
+        """`literals`: what stands before, between and after the holes; one more than `holes` if blanks may come before
+        the last. `text`: which of the holes is the text."""
+        self._prefix, self._suffix = literals[0], literals[-1]
+        self._joint = self._suffix + self._prefix
+        self._fixed = len(self._joint)
+        self._pieces = pieces
+        self._stride = len(holes)
+        self._text = text
+        self._numbers = [at for at, hole in enumerate(holes) if not hole.quoted]
+        opens = [b'"' if hole.quoted else b"" for hole in holes]
+        seams = [before + b"," + after for before, after in zip(opens, opens[1:], strict=False)]
+        padded = len(literals) > len(holes) + 1
+        self._between = [*zip(literals[1:], seams if not padded else [*seams, opens[-1]], strict=False)]
+        end = b"" if padded else opens[-1]
+        self._separator = end + b"," + opens[0]
+        self._begin = b"[" + opens[0]
+        self._close = end + b"]"
+        self._quotes = sum(literal.count(b'"') for literal, _ in self._between)
+        self.count = 0
+        """Events that were taken last."""
+        self.greatest = -1
+        """Of the numbers in those."""
+        self.tried = False
+        """Whether any were taken."""
+
+    @classmethod
+    def of(
+        cls, event: SseEvent, path: Path, others: Sequence[str], pieces: list[str], *, padded: bool = False
+    ) -> "Refrain | None":
+        """That of `event`, whose text is found by `path`, and whose later texts go to `pieces`. None if it is not sure
+        where in the event's bytes the values stand.
+
+        :param others: the fields that may have other values, too: texts, or numbers that are not negative.
+        :param padded: whether blanks may stand before the end.
+        """
+        raw, payload = event.raw, event.json or {}
+        holes = [_hole(raw, path, STRING)]
+        for name in others:
+            if isinstance(payload.get(name), str):
+                holes.append(_hole(raw, (name,), STRING))
+            elif type(payload.get(name)) is int:
+                holes.append(_hole(raw, (name,), NUMBER))
+        found = sorted(hole for hole in holes if hole is not None)
+        if len(found) < len(holes):
+            return None
+        edges = [0, *(edge for hole in found for edge in hole[:2]), len(raw)]
+        literals = [raw[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        # Other values in these places are found by their paths: they are the places.
+        probed = literals[0]
+        for hole, literal in zip(found, literals[1:], strict=True):
+            probed += (TEXT_PROBE.encode() if hole.quoted else b"%d" % NUMBER_PROBE) + literal
+        probes = SseEvent(probed).json
+        for hole in found:
+            probe = TEXT_PROBE if hole.quoted else NUMBER_PROBE
+            if _at(payload, hole.path) == probe or _at(probes, hole.path) != probe:
+                return None
+        if padded and (end := PADDED.fullmatch(literals[-1])) is not None and found[-1].quoted:
+            literals[-1:] = end.groups()
+        if any(b"\\" in literal for literal in literals[1:-1]):
+            return None  # it could not be told from what is escaped in a text
+        return cls(literals, found, next(at for at, hole in enumerate(found) if hole.path == path), pieces)
+
+    def taken(self, data: bytes, at: int = 0) -> int:
+        """How many bytes of `data`, from the beginning of an event on, are it again, whole events all of them; their
+        texts are with the pieces then."""
+        prefix, separator = self._prefix, self._separator
+        if not data.startswith(prefix, at):
+            return 0
+        parts = data[at + len(prefix) :].split(self._joint)
+        self._cut(parts)
+        body = separator.join(parts)
+        if b"\n" in body:  # somewhere in between is another event
+            del parts[next(at for at, part in enumerate(parts) if b"\n" in part) + 1 :]
+            self._cut(parts)
+            body = separator.join(parts)
+        if not parts:
+            return 0
+        length = len(body) - (len(parts) - 1) * len(separator)
+        if not self._plain(body, parts):
+            texts = self._unescaped(parts)
+            if not texts:
+                return 0
+            length = sum(map(len, parts[: len(texts)]))
+            parts, body = texts, separator.join(texts)
+        for literal, seam in self._between:
+            body = body.replace(literal, seam)
+        try:
+            values = orjson.loads(b"%b%b%b" % (self._begin, body, self._close))
+        except orjson.JSONDecodeError:
+            return 0
+        stride = self._stride
+        if len(values) != len(parts) * stride:
+            return 0
+        for number in self._numbers:
+            numbers = values[number::stride]
+            if {*map(type, numbers)} != {int}:
+                return 0
+            self.greatest = max(numbers)
+        self._pieces += values if stride == 1 else values[self._text :: stride]
+        self.count = len(parts)
+        return length + len(parts) * self._fixed
+
+    def _cut(self, parts: list[bytes]) -> None:
+        """Leave of the last of `parts` what belongs to the event, or nothing if it is another or cut short."""
+        text, end, _ = parts.pop().partition(self._suffix)
+        if end and b"\n" not in text:
+            parts.append(text)
+
+    def _plain(self, body: bytes, parts: list[bytes]) -> bool:
+        """Whether no value of `parts`, which make up `body`, has a quote in it, escaped or not, or is more than a
+        value."""
+        quotes = len(parts) * self._quotes + (len(parts) - 1) * self._separator.count(b'"')
+        return (
+            body.count(b'"') == quotes
+            and b'\\"' not in body
+            and not body.endswith(b"\\")
+            and b"\n" not in body
+            and b"\r" not in body
+            and all({*map(bytes.count, parts, repeat(literal))} == {1} for literal, _ in self._between)
+        )
+
+    def _unescaped(self, parts: list[bytes]) -> list[bytes]:
+        """Those of the first of `parts` of which the same is true once their escaped quotes are written differently:
+        written so."""
+        texts = []
+        for part in parts:
+            # An escaped backslash first: the quote after it is not escaped.
+            text = part.replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022")
+            if not self._plain(text, [text]):
+                break
+            texts.append(text)
+        return texts
+
+
+def _hole(raw: bytes, path: Path, value: re.Pattern[bytes]) -> _Hole | None:
+    """The last place in `raw` that looks like that of `path`."""
+    key = b'"%b":' % str(path[-1]).encode()
+    start = raw.rfind(key) + len(key)
+    if start < len(key):
+        return None
+    found = value.match(raw, start + (raw[start : start + 1] == b" "))
+    if found is None:
+        return None
+    quoted = value is STRING
+    return _Hole(found.start() + quoted, found.end() - quoted, path, quoted)
+
+
+def _at(value: Any, path: Path) -> Any:
+    try:
+        for key in path:
+            value = value[key]
+    except (LookupError, TypeError):
+        return None
+    return value
+
+
+__all__ = ["Path", "Refrain"]
