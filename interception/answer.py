@@ -13,7 +13,7 @@ from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
 from interception.session import RolloutSession
-from interception.sse import SseEvent, SseParser, dumps, loads
+from interception.sse import SseEvent, SseParser, dumps, end_of_plain, loads
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
@@ -230,6 +230,7 @@ class _Reading:
     def take(self, chunk: bytes) -> Iterator[None]:
         """Read the events that `chunk` completes, up to one that says that the stream failed; of an empty chunk, which
         is its end, what it ended with. At each step others may run."""
+        stream = self._stream
         if not chunk:
             yield from self._each(_rest_of(self._parser))
         for start in range(0, len(chunk), SLICE):
@@ -240,23 +241,28 @@ class _Reading:
             if plain is None:
                 yield from self._each(self._parser.feed(piece))
             elif plain:
-                yield from self._plain(plain)
+                at = stream.repeats(plain) if stream.phase is Phase.OPEN else 0
+                if at:
+                    self.begun = True
+                    self.free.append(plain[:at])
+                if at < len(plain):
+                    yield from self._plain(plain, at)
 
     def unread(self, piece: bytes) -> list[bytes]:
         """What readers may have of `piece`, once the answer is whole."""
         events = self._parser.feed(piece)
         return [event.raw for event in events if not (self._withhold_usage and self._stream.usage_chunk(event))]
 
-    def _plain(self, data: bytes) -> Iterator[None]:
+    def _plain(self, data: bytes, at: int) -> Iterator[None]:
         stream = self._stream
-        at = looked_at = 0
+        looked_at = 0
         while at < len(data) and stream.phase is not Phase.FAILED:
             if stream.phase is Phase.OPEN and (repeated := stream.repeats(data, at)):
                 self.begun = True
                 self.free.append(data[at : at + repeated])
                 at += repeated
             else:
-                end = data.index(b"\n\n", at) + 2
+                end = end_of_plain(data, at)
                 self._look_at(SseEvent(data[at:end]))
                 at = end
                 looked_at += 1

@@ -130,10 +130,15 @@ class SseParser:
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
+        events: list[SseEvent] = []
         plain = self.plain(chunk)
         if plain is not None:
-            return [SseEvent(block + b"\n\n") for block in plain.split(b"\n\n")[:-1]]
-        events: list[SseEvent] = []
+            at = 0
+            while at < len(plain):
+                end = end_of_plain(plain, at)
+                events.append(SseEvent(plain[at:end]))
+                at = end
+            return events
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
         for number, piece in enumerate(pieces, 1):
@@ -148,15 +153,15 @@ class SseParser:
         return [self._cut(complete=blank)] if self._raw else []
 
     def _plain(self, chunk: bytes) -> bool:
-        """Whether blank lines alone cut the stream here: it has LFs, and no blank line follows upon another."""
+        """Whether blank lines alone cut the stream here: it has LFs alone, and does not begin with a blank line."""
         return not (
             b"\r" in chunk
             or self._held
             or self._after_cr
             or self._bom
             or len(self._raw) > MERGED
+            or self._raw.startswith(b"\n")
             or (not self._started and (self._raw or not chunk.startswith((b"data:", b"event:"))))
-            or b"\n\n\n" in chunk
             or (chunk.startswith(b"\n") and self._line == len(self._raw))
         )
 
@@ -198,6 +203,12 @@ class SseParser:
         self._started = True
         self._bom = b""
         return event
+
+
+def end_of_plain(data: bytes, at: int) -> int:
+    """Where the event ends that begins at `at` in what `SseParser.plain` gave. A blank line that follows upon another
+    is one by itself."""
+    return at + 1 if data.startswith(b"\n", at) else data.index(b"\n\n", at) + 2
 
 
 def _fields(block: bytes) -> tuple[str | None, bytes | None, str | None]:

@@ -1,8 +1,8 @@
 """Events of a stream that come again and again with another text in the same place: told by their bytes alone."""
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -18,7 +18,9 @@ PADDED: Final = re.compile(rb'("\}) *(\}(?:\n\n|\r\n\r\n|\r\r))')
 """The end of an event of Anthropic's, which has as many blanks as pad it to a length that tells nothing."""
 
 TEXT_PROBE: Final = "?!"
+TEXT_BYTES: Final = TEXT_PROBE.encode()
 NUMBER_PROBE: Final = 7190017
+NUMBER_BYTES: Final = b"%d" % NUMBER_PROBE
 
 
 class _Hole(NamedTuple):
@@ -42,8 +44,8 @@ class Refrain:
         "_begin",
         "_between",
         "_close",
-        "_fixed",
         "_joint",
+        "_line",
         "_numbers",
         "_pieces",
         "_prefix",
@@ -60,22 +62,25 @@ class Refrain:
     def __init__(self, literals: Sequence[bytes], holes: Sequence[_Hole], text: int, pieces: list[str]) -> None:
         """`literals`: what stands before, between and after the holes; one more than `holes` if blanks may come before
         the last. `text`: which of the holes is the text."""
-        self._prefix, self._suffix = literals[0], literals[-1]
-        self._joint = self._suffix + self._prefix
-        self._fixed = len(self._joint)
+        prefix, suffix = self._prefix, self._suffix = literals[0], literals[-1]
+        self._joint = suffix + prefix
+        self._line = len(prefix) - prefix.rfind(b"\n") - 1, suffix.find(b"\n"), self._joint.count(b"\n")
         self._pieces = pieces
         self._stride = len(holes)
         self._text = text
-        self._numbers = [at for at, hole in enumerate(holes) if not hole.quoted]
-        opens = [b'"' if hole.quoted else b"" for hole in holes]
-        seams = [before + b"," + after for before, after in zip(opens, opens[1:], strict=False)]
-        padded = len(literals) > len(holes) + 1
-        self._between = [*zip(literals[1:], seams if not padded else [*seams, opens[-1]], strict=False)]
-        end = b"" if padded else opens[-1]
-        self._separator = end + b"," + opens[0]
-        self._begin = b"[" + opens[0]
-        self._close = end + b"]"
-        self._quotes = sum(literal.count(b'"') for literal, _ in self._between)
+        self._between: list[tuple[bytes, bytes]] = []
+        self._numbers: list[int] = []
+        self._quotes = 0
+        self._begin, self._separator, self._close = b'["', b'","', b'"]'
+        if len(literals) > 2:
+            opens = [b'"' if hole.quoted else b"" for hole in holes]
+            seams = [before + b"," + after for before, after in pairwise(opens)]
+            padded = len(literals) > len(holes) + 1
+            self._between = [*zip(literals[1:-1], [*seams, opens[-1]] if padded else seams, strict=True)]
+            self._numbers = [at for at, hole in enumerate(holes) if not hole.quoted]
+            self._quotes = sum(literal.count(b'"') for literal, _ in self._between)
+            end = b"" if padded else opens[-1]
+            self._begin, self._separator, self._close = b"[" + opens[0], end + b"," + opens[0], end + b"]"
         self.count = 0
         """Events that were taken last."""
         self.greatest = -1
@@ -103,12 +108,14 @@ class Refrain:
         found = sorted(hole for hole in holes if hole is not None)
         if len(found) < len(holes):
             return None
-        edges = [0, *(edge for hole in found for edge in hole[:2]), len(raw)]
-        literals = [raw[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        literals, probed, at = [], b"", 0
+        for hole in found:
+            literals.append(raw[at : hole.start])
+            probed += raw[at : hole.start] + (TEXT_BYTES if hole.quoted else NUMBER_BYTES)
+            at = hole.end
+        literals.append(raw[at:])
+        probed += raw[at:]
         # Other values in these places are found by their paths: they are the places.
-        probed = literals[0]
-        for hole, literal in zip(found, literals[1:], strict=True):
-            probed += (TEXT_PROBE.encode() if hole.quoted else b"%d" % NUMBER_PROBE) + literal
         probes = SseEvent(probed).json
         for hole in found:
             probe = TEXT_PROBE if hole.quoted else NUMBER_PROBE
@@ -123,25 +130,26 @@ class Refrain:
     def taken(self, data: bytes, at: int = 0) -> int:
         """How many bytes of `data`, from the beginning of an event on, are it again, whole events all of them; their
         texts are with the pieces then."""
-        prefix, separator = self._prefix, self._separator
+        prefix, suffix = self._prefix, self._suffix
         if not data.startswith(prefix, at):
             return 0
-        parts = data[at + len(prefix) :].split(self._joint)
-        self._cut(parts)
-        body = separator.join(parts)
-        if b"\n" in body:  # somewhere in between is another event
-            del parts[next(at for at, part in enumerate(parts) if b"\n" in part) + 1 :]
-            self._cut(parts)
-            body = separator.join(parts)
-        if not parts:
+        start = at + len(prefix)
+        end = data.find(suffix, start)
+        if end < 0:
             return 0
-        length = len(body) - (len(parts) - 1) * len(separator)
+        if data.startswith(prefix, end + len(suffix)):
+            parts = self._parts(data, start)
+            body = self._separator.join(parts)
+            length = len(body) - (len(parts) - 1) * len(self._separator)
+        else:
+            body = data[start:end]
+            parts = [body]
+            length = len(body)
         if not self._plain(body, parts):
-            texts = self._unescaped(parts)
-            if not texts:
+            parts, length = self._unescaped(parts)
+            if not parts:
                 return 0
-            length = sum(map(len, parts[: len(texts)]))
-            parts, body = texts, separator.join(texts)
+            body = self._separator.join(parts)
         for literal, seam in self._between:
             body = body.replace(literal, seam)
         try:
@@ -158,38 +166,56 @@ class Refrain:
             self.greatest = max(numbers)
         self._pieces += values if stride == 1 else values[self._text :: stride]
         self.count = len(parts)
-        return length + len(parts) * self._fixed
+        return length + len(parts) * len(self._joint)
 
-    def _cut(self, parts: list[bytes]) -> None:
-        """Leave of the last of `parts` what belongs to the event, or nothing if it is another or cut short."""
-        text, end, _ = parts.pop().partition(self._suffix)
-        if end and b"\n" not in text:
-            parts.append(text)
+    def _parts(self, data: bytes, start: int) -> list[bytes]:
+        """What differs in each event of those that are it again and follow one another, from the first one's text on,
+        which begins at `start`: the values, with what stands between them."""
+        # Lines are told apart ten times as fast as by all the bytes between two texts.
+        last = data.rfind(self._prefix) + len(self._prefix)
+        end = data.find(self._suffix, last)
+        if end < 0:
+            end = last - len(self._joint)
+        before, after, lines = self._line
+        parts = [line[before:-after] for line in data[start - before : end + after].split(b"\n")[::lines]]
+        if self._joint.join(parts) == data[start:end]:
+            return parts
+        parts = data[start:].split(self._joint)  # another event is between them
+        for at, part in enumerate(parts):
+            if b"\n" in part:
+                text, found, _ = part.partition(self._suffix)
+                parts[at:] = [text] if found and b"\n" not in text else []
+                break
+        else:
+            parts.pop()  # it is cut short
+        return parts
 
     def _plain(self, body: bytes, parts: list[bytes]) -> bool:
         """Whether no value of `parts`, which make up `body`, has a quote in it, escaped or not, or is more than a
         value."""
-        quotes = len(parts) * self._quotes + (len(parts) - 1) * self._separator.count(b'"')
-        return (
-            body.count(b'"') == quotes
-            and b'\\"' not in body
-            and not body.endswith(b"\\")
-            and b"\n" not in body
-            and b"\r" not in body
-            and all({*map(bytes.count, parts, repeat(literal))} == {1} for literal, _ in self._between)
-        )
+        quotes = (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes
+        if body.count(b'"') != quotes or b"\n" in body or b"\r" in body:
+            return False
+        if b"\\" in body and (b'\\"' in body or body.endswith(b"\\")):
+            return False
+        for literal, _ in self._between:
+            if {*map(bytes.count, parts, repeat(literal))} != {1}:
+                return False
+        return True
 
-    def _unescaped(self, parts: list[bytes]) -> list[bytes]:
+    def _unescaped(self, parts: list[bytes]) -> tuple[list[bytes], int]:
         """Those of the first of `parts` of which the same is true once their escaped quotes are written differently:
-        written so."""
+        written so; and how long they were."""
         texts = []
+        length = 0
         for part in parts:
             # An escaped backslash first: the quote after it is not escaped.
             text = part.replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022")
             if not self._plain(text, [text]):
                 break
             texts.append(text)
-        return texts
+            length += len(part)
+        return texts, length
 
 
 def _hole(raw: bytes, path: Path, value: re.Pattern[bytes]) -> _Hole | None:
@@ -213,5 +239,3 @@ def _at(value: Any, path: Path) -> Any:
         return None
     return value
 
-
-__all__ = ["Path", "Refrain"]
