@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -105,9 +105,10 @@ class AnswerReader:
         else:
             exchange.attempt.status, exchange.attempt.first_byte = response.status, time.time()
         broken: Exception | None = None
-        while not stream.phase.ended:
+        phase = Phase.OPEN
+        while phase is Phase.OPEN or phase is Phase.CLOSING:
             try:
-                if stream.phase is Phase.OPEN:
+                if phase is Phase.OPEN:
                     chunk = await content.readany()
                 else:
                     async with asyncio.timeout(self._policy.hold):
@@ -116,12 +117,12 @@ class AnswerReader:
                 broken, chunk = error, b""
             for _ in reading.take(chunk):
                 await asyncio.sleep(0)
+            phase = stream.phase
             if free and reading.begun and not hooked:
                 exchange.release(b"".join(free))
                 free.clear()
             if not chunk:
                 break
-        phase = stream.phase
         if phase is Phase.FAILED:
             message = self._session.upstream.redacted(stream.error() or "the upstream's stream said that it failed")
             self._note(stream.response(), whole=False)
@@ -232,7 +233,7 @@ class _Reading:
         is its end, what it ended with. At each step others may run."""
         stream = self._stream
         if not chunk:
-            yield from self._each(_rest_of(self._parser))
+            yield from self._each([*_rest_of(self._parser)])
         for start in range(0, len(chunk), SLICE):
             if start:
                 yield
@@ -269,18 +270,24 @@ class _Reading:
                 if looked_at % BATCH == 0:
                     yield
 
-    def _each(self, events: Iterable[SseEvent]) -> Iterator[None]:
+    def _each(self, events: list[SseEvent]) -> Iterator[None]:
         stream = self._stream
-        for number, event in enumerate(events, 1):
-            if stream.phase is Phase.FAILED:
-                break
-            if stream.phase is Phase.OPEN and stream.repeats(event.raw):
+        data = b"".join([event.raw for event in events])
+        at = number = 0
+        while number < len(events) and stream.phase is not Phase.FAILED:
+            end = at + stream.repeats(data, at) if stream.phase is Phase.OPEN else at
+            if end > at:
                 self.begun = True
-                self.free.append(event.raw)
+                self.free.append(data[at:end])
+                while at < end:
+                    at += len(events[number].raw)
+                    number += 1
             else:
-                self._look_at(event)
-            if number % BATCH == 0:
-                yield
+                self._look_at(events[number])
+                at += len(events[number].raw)
+                number += 1
+                if number % BATCH == 0:
+                    yield
 
     def _look_at(self, event: SseEvent) -> None:
         stream = self._stream

@@ -334,13 +334,13 @@ def extend(into: Json, name: str, values: object) -> None:
 
 def joined(fields: Mapping[str, Any]) -> Json:
     """A copy of `fields` with its pieces and parts put together."""
-    return {name: _put_together(value) for name, value in fields.items()}
-
-
-def _put_together(value: Any) -> Any:
-    if isinstance(value, Pieces):
-        return "".join(value)
-    return list(value) if isinstance(value, Parts) else value
+    whole = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, Pieces):
+            whole[name] = "".join(value)
+        elif isinstance(value, Parts):
+            whole[name] = list(value)
+    return whole
 
 
 def obj(value: object) -> Json:
