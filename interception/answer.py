@@ -240,7 +240,7 @@ class _Reading:
             piece = chunk[start : start + SLICE]
             plain = self._parser.plain(piece)
             if plain is None:
-                yield from self._each(self._parser.feed(piece))
+                yield from self._each(self._parser.by_lines(piece))
             elif plain:
                 at = stream.repeats(plain) if stream.phase is Phase.OPEN else 0
                 if at:

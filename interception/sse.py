@@ -115,7 +115,7 @@ class SseParser:
 
     def plain(self, chunk: bytes) -> bytes | None:
         """The events that `chunk` completes, in a row, where blank lines (two LFs) alone cut the stream there; None
-        where they do not: then nothing has been taken of it, and it is for `feed`."""
+        where they do not: then nothing has been taken of it, and it is for `by_lines`."""
         if not self._plain(chunk):
             return None
         data = bytes(self._raw) + chunk if self._raw else chunk
@@ -130,15 +130,20 @@ class SseParser:
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
-        events: list[SseEvent] = []
         plain = self.plain(chunk)
-        if plain is not None:
-            at = 0
-            while at < len(plain):
-                end = end_of_plain(plain, at)
-                events.append(SseEvent(plain[at:end]))
-                at = end
-            return events
+        if plain is None:
+            return self.by_lines(chunk)
+        events: list[SseEvent] = []
+        at = 0
+        while at < len(plain):
+            end = end_of_plain(plain, at)
+            events.append(SseEvent(plain[at:end]))
+            at = end
+        return events
+
+    def by_lines(self, chunk: bytes) -> list[SseEvent]:
+        """The same for one that is not `plain`."""
+        events: list[SseEvent] = []
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
         for number, piece in enumerate(pieces, 1):

@@ -44,6 +44,7 @@ class Refrain:
     """
 
     __slots__ = (
+        "_alone",
         "_begin",
         "_between",
         "_close",
@@ -78,6 +79,8 @@ class Refrain:
         self._between: list[tuple[bytes, bytes]] = []
         self._numbers: list[int] = []
         self._quotes = 0
+        self._alone: bytes | None = b""
+        """What stands after a text that is the only hole, before blanks."""
         self._begin, self._separator, self._close = b'["', b'","', b'"]'
         if len(literals) > 2:
             opens = [b'"' if hole.quoted else b"" for hole in holes]
@@ -86,6 +89,7 @@ class Refrain:
             self._between = [*zip(literals[1:-1], [*seams, opens[-1]] if padded else seams, strict=True)]
             self._numbers = [at for at, hole in enumerate(holes) if not hole.quoted]
             self._quotes = sum(literal.count(b'"') for literal, _ in self._between)
+            self._alone = literals[1] if padded and len(holes) == 1 else None
             end = b"" if padded else opens[-1]
             self._begin, self._separator, self._close = b"[" + opens[0], end + b"," + opens[0], end + b"]"
         self.count = 0
@@ -122,12 +126,14 @@ class Refrain:
             at = hole.end
         literals.append(raw[at:])
         probed += raw[at:]
-        # Other values in these places are found by their paths: they are the places.
-        probes = SseEvent(probed).json
-        for hole in found:
-            probe = TEXT_PROBE if hole.quoted else NUMBER_PROBE
-            if _at(payload, hole.path) == probe or _at(probes, hole.path) != probe:
-                return None
+        # Without escapes, a name that is there once is the name there; else other values in these places must be found
+        # by their paths.
+        if b"\\" in raw or any(raw.count(b'"%b"' % str(hole.path[-1]).encode()) != 1 for hole in found):
+            probes = SseEvent(probed).json
+            for hole in found:
+                probe = TEXT_PROBE if hole.quoted else NUMBER_PROBE
+                if _at(payload, hole.path) == probe or _at(probes, hole.path) != probe:
+                    return None
         if padded and (end := PADDED.fullmatch(literals[-1])) is not None and found[-1].quoted:
             literals[-1:] = end.groups()
         if any(b"\\" in literal for literal in literals[1:-1]):
@@ -144,7 +150,21 @@ class Refrain:
         end = data.find(suffix, start)
         if end < 0:
             return 0
-        if self._line[2] and data.startswith(prefix, end + len(suffix)):
+        after = end + len(suffix)
+        if after == len(data) and self._alone is not None:
+            # One by itself, as a live stream has them: nearly always without quotes, and a string as it stands.
+            text, tail = data[start:end], self._alone
+            if tail:
+                text = text.rstrip(b" ")
+                text = text[: -len(tail)] if text.endswith(tail) else b'"'
+            if b'"' not in text and b"\\" not in text:
+                try:
+                    self._pieces.append(orjson.loads(b'"%b"' % text))
+                except orjson.JSONDecodeError:
+                    return 0
+                self.count = 1
+                return after - at
+        if self._line[2] and data.startswith(prefix, after):
             parts = self._parts(data, start)
             body = self._separator.join(parts)
             length = len(body) - (len(parts) - 1) * len(self._separator)
