@@ -19,6 +19,8 @@ from tunnel import (
     TunnelError,
 )
 
+FAILING = "tests.interception.failing_tools"
+
 
 class TestItsProcess:
     async def test_one_that_crashes_ends_its_rollouts_with_a_reason(self) -> None:
@@ -48,10 +50,10 @@ class TestItsProcess:
         ("spec", "why"),
         [
             ("tests.interception.no_such_module:tools", "ModuleNotFoundError"),
-            (f"{SPEC}:no_such_tools", "AttributeError"),
-            (f"{SPEC}:nothing", "TypeError: tools must be a list of functions"),
-            (f"{SPEC}:failing", "LookupError: the tools' own database is down"),
-            (f"{SPEC}:failing_at_length", "LookupError: xxx"),
+            (f"{FAILING}:no_such_tools", "AttributeError"),
+            (f"{FAILING}:nothing", "TypeError: tools must be a list of functions"),
+            (f"{FAILING}:failing", "LookupError: the tools' own database is down"),
+            (f"{FAILING}:failing_at_length", "LookupError: xxx"),
         ],
     )
     async def test_one_that_cannot_start_says_why_and_leaves_nothing(self, spec: str, why: str) -> None:

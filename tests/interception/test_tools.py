@@ -79,20 +79,20 @@ async def tunnel(
 
 class TestThroughATunnel:
     @both
-    @pytest.mark.parametrize("mode", ["auto", "legacy"])
     async def test_the_sdks_client_lists_and_calls_and_the_state_is_the_rollouts(
-        self, where: str, mode: str, tunnel: TunnelConfig
+        self, where: str, tunnel: TunnelConfig
     ) -> None:
         async with rollout(ToolServer(tools_of(where), tunnel=tunnel)) as running:
             assert "127.0.0.1" not in running.tools.url or tunnel.type == "ssh"
-            async with sdk(running.tools, mode) as client:
-                listed = {tool.name: tool for tool in (await client.list_tools()).tools}
-                assert list(listed["note"].input_schema["properties"]) == ["text"]
-                assert text(await client.call_tool("note", {"text": "a"})) == "note 1: a"
-                assert text(await client.call_tool("note", {"text": "b"})) == "note 2: b"
-                assert text(await client.call_tool("question", {})) == "6 x 7?"
-                assert (int(text(await client.call_tool("pid", {}))) == os.getpid()) is (where == "here")
-            assert running.session.state == {"notes": ["a", "b"]}
+            for before, mode in ((0, "auto"), (2, "legacy")):
+                async with sdk(running.tools, mode) as client:
+                    listed = {tool.name: tool for tool in (await client.list_tools()).tools}
+                    assert list(listed["note"].input_schema["properties"]) == ["text"]
+                    assert text(await client.call_tool("note", {"text": "a"})) == f"note {before + 1}: a"
+                    assert text(await client.call_tool("note", {"text": "b"})) == f"note {before + 2}: b"
+                    assert text(await client.call_tool("question", {})) == "6 x 7?"
+                    assert (int(text(await client.call_tool("pid", {}))) == os.getpid()) is (where == "here")
+                assert running.session.state == {"notes": ["a", "b", "a", "b"][: before + 2]}
 
     @both
     async def test_its_requests_are_seen_by_the_tunnels_keepalive(

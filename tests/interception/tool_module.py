@@ -89,14 +89,3 @@ def server() -> MCPServer:
         made.add_tool(with_state(tool))
     made.add_tool(look, annotations=ToolAnnotations(idempotent_hint=True))
     return made
-
-
-nothing: list[Any] = []
-
-
-def failing() -> None:
-    raise LookupError("the tools' own database is down")
-
-
-def failing_at_length() -> None:
-    raise LookupError("x" * 2_000_000)
