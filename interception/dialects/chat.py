@@ -18,6 +18,7 @@ from interception.dialects.base import (
     put,
     text,
 )
+from interception.dialects.refrain import Path
 from interception.sse import Json, SseEvent, sse
 from interception.usage import Usage, usage_of
 
@@ -31,6 +32,8 @@ NESTED_TEXTS: Final = {
     "audio": frozenset({"data", "transcript"}),
 }
 """Objects of a message that come in pieces."""
+ARGUMENTS: Final = ("tool_calls", 0, "function", "arguments")
+"""Where they are in the delta of one call."""
 DETAIL_TEXTS: Final = frozenset({"text", "summary", "data"})
 
 HEAD: Final = ("id", "object", "created", "model", "service_tier", "system_fingerprint")
@@ -137,7 +140,9 @@ class ChatStream(Stream):
             path = _adds_only_text(part)
             if path:
                 index = index_of(part.get("index"))
-                self._may_repeat(event, ("choices", 0, "delta", *path), self._choices[index].so_far(part["delta"], path))
+                self._may_repeat(
+                    event, ("choices", 0, "delta", *path), self._choices[index].so_far(part["delta"], path)
+                )
         return Phase.OPEN
 
     def _finished(self) -> bool:
@@ -172,11 +177,11 @@ class _Choice:
     def finished(self) -> bool:
         return bool(self._fields.get("finish_reason"))
 
-    def so_far(self, delta: Json, path: tuple[str | int, ...]) -> object:
+    def so_far(self, delta: Json, path: Path) -> object:
         """What there is of the text to which `delta` added what is found in it by `path`."""
-        if len(path) == 1:
-            return self._message.get(path[0])
-        return obj(self._call_of(delta["tool_calls"][0]).get(path[2])).get(path[3])
+        if path == ARGUMENTS:
+            return obj(self._call_of(delta["tool_calls"][0]).get("function")).get("arguments")
+        return self._message.get(str(path[0]))
 
     def add(self, part: Json) -> None:
         fields = self._fields
@@ -257,7 +262,7 @@ class _Choice:
         return whole
 
 
-def _adds_only_text(part: Json) -> tuple[str | int, ...]:
+def _adds_only_text(part: Json) -> Path:
     """Where in the delta of `part` the one text is that is all it adds; empty if it may be more, or less."""
     for name, value in part.items():
         if isinstance(value, dict | list) and name != "delta":
@@ -277,13 +282,15 @@ def _adds_only_text(part: Json) -> tuple[str | int, ...]:
         return ()
     calls = delta[added]
     call = calls[0] if isinstance(calls, list) and len(calls) == 1 else None
-    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict):
+        return ()
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str) or not function["arguments"]:
         return ()
     others = [value for name, value in (*call.items(), *function.items()) if name not in ("function", "arguments")]
     if "input" in function or any(isinstance(value, dict | list) for value in others):
         return ()
-    return added, 0, "function", "arguments"
+    return ARGUMENTS
 
 
 def _name(call: Json) -> object:

@@ -233,10 +233,7 @@ class Refrain:
             return False
         if b"\\" in body and (b'\\"' in body or body.endswith(b"\\")):
             return False
-        for literal, _ in self._between:
-            if {*map(bytes.count, parts, repeat(literal))} != {1}:
-                return False
-        return True
+        return all({*map(bytes.count, parts, repeat(literal))} == {1} for literal, _ in self._between)
 
     def _unescaped(self, parts: list[bytes]) -> tuple[list[bytes], int]:
         """Those of the first of `parts` of which the same is true once their escaped quotes are written differently:
@@ -273,4 +270,3 @@ def _at(value: Any, path: Path) -> Any:
     except (LookupError, TypeError):
         return None
     return value
-
