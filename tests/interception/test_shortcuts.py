@@ -236,6 +236,11 @@ class TestRepeatingStreams:
             assert stream.response() == whole.response()
             assert (stream.events, stream.phase) == (whole.events, whole.phase)
 
+    def test_padding_is_no_part_of_the_answer(self) -> None:
+        stream = CHAT.stream()
+        read(stream, [with_padding(text) for text in "abc"], shortcut=True)
+        assert "obfuscation" not in (stream.response() or {"obfuscation": ""})
+
     def test_quotes_in_a_long_stream_are_no_reason_to_read_it_whole(self) -> None:
         stream = CHAT.stream()
         assert read(stream, [chat(text) for text in ["a", '"', None, "b"] * 50], shortcut=True) == 99
