@@ -1,5 +1,5 @@
 """`python -m interception`."""
 
-from interception.cli import main
+from interception_cli import main
 
 main()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -91,12 +92,26 @@ def _common(
     settings = Settings.load(config, options)
     context.obj = settings
     context.default_map = {
-        command: {table[key].name: value for key, value in settings.options(command).items()}
+        command: {
+            table[key].name: _fits(context, table[key], value, f"{settings.source}: {command}.{key}")
+            for key, value in settings.options(command).items()
+        }
         for command, table in options.items()
     }
     variables = [option.envvar for table in options.values() for option in table.values()]
     for line in settings.strays([f"{PREFIX}CONFIG", *variables]):
         say(line)
+
+
+def _fits(context: typer.Context, option: Any, value: Any, place: str) -> Any:
+    """A value of the file, if it is one for that option; the option's own error would name its flag and variable."""
+    try:
+        if isinstance(value, bool) != option.is_flag:
+            raise typer.BadParameter("true or false is wanted" if option.is_flag else "not true or false")
+        option.process_value(context, value)
+    except typer.BadParameter as error:
+        raise SettingsError(f"{place}: {error.message}") from None
+    return value
 
 
 def _variable(command: str, option: str) -> str:
@@ -206,7 +221,7 @@ def tunnel_(
         raise typer.BadParameter("a path begins with /", param_hint="--health")
     config = _tunnel(context, kind, set_, hint="--type")
     if config is None:
-        raise typer.BadParameter(f"write {TUNNELS}", param_hint="--type")
+        raise typer.BadParameter(f"a tunnel is what this makes: write {TUNNELS}", param_hint="--type")
     logger = logging.getLogger("tunnel")
     logger.addHandler(Told())
     logger.setLevel(logging.INFO)
@@ -462,3 +477,9 @@ def main() -> None:
     except SettingsError as error:
         typer.echo(f"error: {block(str(error))}", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        say(f"what it has to say could not be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's own end tries once more
+        sys.exit(1)

@@ -12,10 +12,11 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp import web
@@ -40,6 +41,8 @@ OPEN_FILES = 1024
 
 CLOCK_OFF = 60.0
 """Seconds by which a clock may be wrong before it is told."""
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 CALL_TIMEOUT = 15.0
 URL_TIMEOUT = 30.0
@@ -84,8 +87,7 @@ async def _checks(config: TunnelConfig | None, before: list[Finding]) -> AsyncIt
             yield _proxies()
             credentials = _credentials(config)
             yield credentials
-            name, api = _api_name(), None
-            yield (resolves := await _resolves("dns", *name))
+            yield (resolves := await _found(_api_url()))
             if credentials.status == resolves.status == "ok":
                 api, clock = await _api()
                 yield api
@@ -99,8 +101,7 @@ async def _checks(config: TunnelConfig | None, before: list[Finding]) -> AsyncIt
         case CommandTunnelConfig():
             yield _program(config.command[0])
         case CustomTunnelConfig():
-            parts = urlsplit(config.url)
-            yield await _resolves("dns", parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+            yield await _found(config.url)
     if config is None:
         yield Finding("tunnel", "skip", "none is asked for: agents of this host alone reach the server")
     elif not works(before):
@@ -183,16 +184,35 @@ def _proxies() -> Finding:
     return Finding("proxy", "ok", "no variable that frpc would go by")
 
 
-async def _resolves(check: str, host: str, port: int) -> Finding:
+async def _found(url: str) -> Finding:
+    """Whether the name in a URL resolves; behind a proxy that is the proxy's affair, and its own name must."""
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return await _resolves(parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme, 0))
+    # Its URL may hold a password, and be without a scheme.
+    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        port = through.port or DEFAULT_PORTS.get(through.scheme, 0)
+    except ValueError:
+        return Finding("dns", "fail", "the proxy variable for it is no URL", "set it to http://HOST:PORT, or unset it")
+    found = await _resolves(through.hostname or "", port)
+    return replace(found, detail=f"{parts.hostname} is left to the proxy; {found.detail}")
+
+
+async def _resolves(host: str, port: int) -> Finding:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CALL_TIMEOUT):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        return Finding("dns", "fail", f"{host} can be no name: it, or a part of it, is too long or empty")
     except (OSError, TimeoutError) as error:
         reason = getattr(error, "strerror", None) or f"no answer within {CALL_TIMEOUT:g} s"
-        return Finding(check, "fail", f"{host} does not resolve: {reason}", "look at /etc/resolv.conf, or the spelling")
+        return Finding("dns", "fail", f"{host} does not resolve: {reason}", "look at /etc/resolv.conf, or the spelling")
     address = found[0][4][0]
-    return Finding(check, "ok", f"{host} is {'an address' if address == host else address}")
+    return Finding("dns", "ok", f"{host} is {'an address' if address == host else address}")
 
 
 def _clock(theirs: float | None, of: str) -> Finding:
@@ -225,11 +245,6 @@ def _api_url() -> str:
         return str(prime_tunnel.Config().base_url)
     except ValueError:  # a profile that is not there, as the credentials tell
         return str(prime_tunnel.Config.DEFAULT_BASE_URL)
-
-
-def _api_name() -> tuple[str, int]:
-    parts = urlsplit(_api_url())
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 async def _api() -> tuple[Finding, Finding]:
@@ -273,7 +288,13 @@ async def _frpc() -> Finding:
         folder = Path(prime_tunnel.Config().bin_dir)
     except ValueError:
         return Finding("frpc", "skip", "the Prime profile cannot be read")
+    except OSError as error:
+        what = f"its folder {error.filename} cannot be made: {error.strerror}"
+        return Finding("frpc", "fail", what, "set HOME to a folder that you may write to")
     path, note = folder / "frpc", folder / ".frpc_version"
+    if not (path.exists() or os.access(folder, os.W_OK)):
+        what = f"{path} is not there, and {folder} cannot be written"
+        return Finding("frpc", "fail", what, "set HOME to a folder that you may write to")
     if not path.exists():
         return Finding(
             "frpc", "warn", f"{path} is not there yet; {FRPC_VERSION} is downloaded from GitHub at the first start"
@@ -323,7 +344,7 @@ async def _ssh(config: SshTunnelConfig) -> AsyncIterator[Finding]:
         yield Finding("login", "fail", str(error), "mend ~/.ssh/config")
         return
     if first is not None:
-        yield (resolves := await _resolves("dns", *first))
+        yield (resolves := await _resolves(*first))
         if resolves.status == "fail":
             return
     began = time.monotonic()

@@ -39,7 +39,10 @@ SESSION_HEADER = "X-Session-ID"
 PATHS_COUNTED = 100
 """Routes that are not served and yet asked for which a session tells apart."""
 
-UNKNOWN_SECRET = "the key is not one of a running rollout: use the model secret of its slot"
+UNKNOWN_SECRET = (
+    "the key is not one of a running rollout: use the model secret of its slot; "
+    "the state secret is for /state and /task alone"
+)
 
 UNKNOWN_STATE_SECRET = "the key is not one of a running rollout: use the state secret of its slot"
 

@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -72,7 +72,8 @@ class Settings:
 
     def __init__(self, tables: Mapping[str, Any], source: str, environ: Mapping[str, str]) -> None:
         self._tables = tables
-        self._source = source
+        self.source = source
+        """The file; empty if there is none."""
         self._environ = environ
 
     @classmethod
@@ -108,12 +109,12 @@ class Settings:
         table = dict(self._tables.get(command, {}))
         for key, value in table.items():
             if not isinstance(value, str | int | float | bool):
-                raise SettingsError(f"{self._source}: {command}.{key} must be a single value")
+                raise SettingsError(f"{self.source}: {command}.{key} must be a single value")
         return table
 
     def strays(self, known: Collection[str]) -> list[str]:
         """A line for each variable that looks like one of ours and is none. `known`: those of the options."""
-        names = {*known, *(PREFIX + f"{kind}_{field}".upper() for kind in KINDS for field in _fields(kind))}
+        names = {*known, *(_variable(kind, field) for kind in KINDS for field in _fields(kind))}
         return [
             f"the variable {name} means nothing{_guess(name, names)}"
             for name in sorted(self._environ)
@@ -133,18 +134,26 @@ class Settings:
             ready = readymade.BY_NAME[name]()
             kind = "command"
             fields = {key: getattr(ready, key) for key in ready.model_fields_set}
+            origins = dict.fromkeys(fields, name)
         else:
             kind, given = _parse(name)
-            fields = _merged(_merged(self._of_file(kind), self._of_environ(kind)), given)
+            of_file, of_environ = self._of_file(kind), self._of_environ(kind)
+            fields = _merged(_merged(of_file, of_environ), given)
+            origins = {
+                **dict.fromkeys(of_file, self.source),
+                **{field: _variable(kind, field) for field in of_environ},
+                **dict.fromkeys(given, name),
+            }
         for assignment in assignments:
             field, equals, value = assignment.partition("=")
             if not equals:
                 raise SettingsError(f"--set takes FIELD=VALUE, not {assignment!r}")
             fields = _merged(fields, self._assigned(kind, field, value))
+            origins[field.partition(".")[0]] = "--set"
         try:
             return KINDS[kind].model_validate({**fields, "type": kind})
         except ValidationError as error:
-            raise SettingsError(f"the {kind} tunnel: {self._explain(kind, error)}") from None
+            raise SettingsError(f"the {kind} tunnel: {self._explain(kind, error, origins)}") from None
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class Settings:
     def _of_environ(self, kind: str) -> dict[str, Any]:
         found = {}
         for field in _fields(kind):
-            name = PREFIX + f"{kind}_{field}".upper()
+            name = _variable(kind, field)
             if name in self._environ:
                 found[field] = _value(kind, field, self._environ[name], name)
         return found
@@ -168,23 +177,34 @@ class Settings:
         if part and kind == "command" and field == "env":
             return {"env": {part: value}}
         if field not in _fields(kind):
-            raise SettingsError(f"--set: the {kind} tunnel has no {field}{_guess(field, _fields(kind))}")
+            near = _guess(field, _fields(kind)) or f": it has {', '.join(_fields(kind))}"
+            raise SettingsError(f"--set: the {kind} tunnel has no {field}{near}")
         if part:
             raise SettingsError(f"--set: {field} of the {kind} tunnel has no parts")
         return {field: _value(kind, field, value, f"--set {field}")}
 
-    def _explain(self, kind: str, error: ValidationError) -> str:
+    def _explain(self, kind: str, error: ValidationError, origins: Mapping[str, str]) -> str:
         faults = []
         for fault in error.errors():
             place = ".".join(str(part) for part in fault["loc"])
-            text = fault["msg"].removeprefix("Value error, ")
+            text = WANTED.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
             if fault["type"] == "missing":
                 text = (
-                    f"missing: give it by --set {place}=…, {PREFIX}{kind.upper()}_{place.upper()} or "
-                    f"[{kind}] {place} in {self._source or default_file(self._environ)}"
+                    f"missing: give it by --set {place}=…, {_variable(kind, place)} or "
+                    f"[{kind}] {place} in {self.source or default_file(self._environ)}"
                 )
+            elif (origin := origins.get(place.partition(".")[0])) is not None:
+                place += f" (of {origin})"
             faults.append(f"{place}: {text}" if place else text)
         return "; ".join(faults)
+
+
+WANTED = {"tuple_type": "a list is wanted", "dict_type": "a table is wanted", "model_type": "a table is wanted"}
+"""By the type of pydantic's error, whose own words are of Python."""
+
+
+def _variable(kind: str, field: str) -> str:
+    return PREFIX + f"{kind}_{field}".upper()
 
 
 def _fields(kind: str) -> list[str]:
@@ -227,7 +247,10 @@ def _parse(name: str) -> tuple[str, dict[str, Any]]:
         raise SettingsError(f"write none, {TUNNELS}")
     if parts.password is not None:
         raise SettingsError("SSH logs in with a key, not by password")
-    given = {"host": parts.hostname, "port": port, "username": parts.username}
+    # As it was written, where urlsplit has it in small letters: `~/.ssh/config` tells them apart.
+    place = parts.netloc.rpartition("@")[2]
+    host = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+    given = {"host": host, "port": port, "username": parts.username and unquote(parts.username)}
     return "ssh", {field: value for field, value in given.items() if value is not None}
 
 

@@ -10,12 +10,22 @@ import json
 import logging
 import math
 import re
+import traceback
 from collections import OrderedDict
 from functools import lru_cache
 from typing import Any
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    Secret,
+    SecretBytes,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from interception.turn import Failure
 
@@ -29,6 +39,9 @@ REASONS_TOLD = 5
 
 REASONS_LOOKED_AT = 1000
 """More are only counted: to put one into words takes 6 µs of the loop, and nearly 1 kB."""
+
+MASK = "*" * 10
+"""What pydantic writes of a secret that is not empty."""
 
 ETAG_LIST = re.compile(r'\s*(?:W/)?"[^"\x00-\x20]*"\s*(?:,\s*(?:W/)?"[^"\x00-\x20]*"\s*)*')
 
@@ -68,7 +81,7 @@ class SharedState:
         """The state as JSON. ValueError if the host made something of it that is not."""
         try:
             text = as_json(self._adapter, self.value)
-        except (ValueError, RecursionError) as error:  # pydantic's own are ValueErrors
+        except Exception as error:  # noqa: BLE001 - whatever a type's own serializers raise
             raise ValueError(f"the state cannot be written as JSON: {error}") from None
         return text
 
@@ -107,6 +120,8 @@ class SharedState:
             raise Failure(400, f"the state is not of its type: {reasons(error)}") from None
         except ValueError as error:
             raise Failure(400, f"the state is not JSON: {error}") from None
+        except Exception as error:  # noqa: BLE001 - pydantic lets through what a validator raises beside ValueError
+            raise Failure(400, f"the state is not of its type: {broken_off(error)}") from None
 
 
 def _adapter_of(kind: Any) -> TypeAdapter[Any]:
@@ -122,28 +137,51 @@ def _kept_adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def as_json(adapter: TypeAdapter[Any], value: Any) -> bytes:
-    """`value` in the JSON that its type reads again. ValueError if there is none, also for NaN and infinities."""
+    """`value` in the JSON that its type reads again. ValueError if there is none, also for NaN, infinities and
+    `SecretStr`s."""
     text = adapter.dump_json(value, by_alias=True, round_trip=True, warnings="error")
     if b"NaN" in text or b"Infinity" in text:
-        pydantic_core.from_json(text, allow_inf_nan=False)
-    # pydantic writes them as null, without a word, where the type's config does not say otherwise.
-    if b"null" in text and _made_null(adapter.dump_python(value, by_alias=True, round_trip=True), json.loads(text)):
-        raise ValueError("there is a NaN or an infinity in it")
+        try:
+            pydantic_core.from_json(text, allow_inf_nan=False)
+        except ValueError:
+            raise ValueError("there is a NaN or an infinity in it") from None
+    # pydantic writes them as null, without a word, where the type's config does not say otherwise; and masks secrets.
+    if (b"null" in text or MASK.encode() in text) and (
+        lost := _is_lost(adapter.dump_python(value, by_alias=True, round_trip=True), json.loads(text))
+    ):
+        raise ValueError(lost)
     return text
 
 
-def _made_null(value: Any, text: Any) -> bool:
-    """Whether a number of `value` is null in the same place of `text`."""
+def _is_lost(value: Any, text: Any) -> str:
+    """What of `value` is null, or masked, in the same place of `text`. Empty if nothing is."""
     if isinstance(value, dict) and isinstance(text, dict) and len(value) == len(text):
-        return any(map(_made_null, value.values(), text.values()))
+        return next(filter(None, map(_is_lost, value.values(), text.values())), "")
     if isinstance(value, list | tuple) and isinstance(text, list):
-        return any(map(_made_null, value, text))
-    return text is None and isinstance(value, float) and not math.isfinite(value)
+        return next(filter(None, map(_is_lost, value, text)), "")
+    if isinstance(value, set | frozenset) and isinstance(text, list):  # in whatever order
+        return next(filter(None, (_is_lost(one, told) for told in (None, MASK) if told in text for one in value)), "")
+    if text is None and isinstance(value, float) and not math.isfinite(value):
+        return "there is a NaN or an infinity in it"
+    if text == MASK and isinstance(value, Secret | SecretStr | SecretBytes) and value.get_secret_value() != MASK:
+        return (
+            f"there is a {type(value).__name__} in it, of which pydantic writes asterisks: what was read could not be "
+            "written back. Make it a plain type, or give its field a field_serializer that tells the value"
+        )
+    return ""
 
 
 def tag(text: bytes) -> str:
     """The ETag of a state: the same for the same content."""
     return f'"{hashlib.sha256(text).hexdigest()[:32]}"'
+
+
+def broken_off(error: Exception) -> str:
+    """Where a validator failed that should have said why a value is not valid, without the value."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"its validator raised {type(error).__name__}"
+    logger.error("%s, which should be a ValueError, in %s, line %s", told, where.filename, where.lineno)
+    return told
 
 
 def reasons(error: ValidationError) -> str:

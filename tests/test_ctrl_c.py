@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,3 +78,24 @@ def test_a_program_that_just_ends_leaves_neither_frpc_nor_token(tmp_path: Path) 
         assert service.live() == []
         assert service.frpc_pids() == []
         assert service.config_files() == []
+
+
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
+def test_while_the_command_line_is_imported_it_ends_the_program_without_a_word(tmp_path: Path, handler: str) -> None:
+    # The first thing that the package imports of others presses Ctrl-C, and ends the program if that does not.
+    (tmp_path / "aiohttp.py").write_text("import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(7)")
+    code = f"import signal; signal.signal(signal.SIGINT, signal.{handler})\nimport interception_cli as cli; cli.main()"
+    program = subprocess.run(
+        [sys.executable, "-c", code, "demo"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (program.stdout, program.stderr) == (b"", b"")
+    assert program.returncode == (-signal.SIGINT if handler == "default_int_handler" else 7)
+
+
+def test_the_installed_program_begins_there() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["interception"] == "interception_cli:main"
+    assert "interception_cli.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]

@@ -8,8 +8,10 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from interception.demo.relay import SshRelay
 from interception.doctor import Finding, examine, works
@@ -90,6 +92,41 @@ class TestPrime:
         assert "api.invalid does not resolve" in findings["dns"].detail
         assert (findings["api"].status, findings["tunnel"].status) == ("skip", "skip")
 
+    async def test_behind_a_proxy_the_name_is_left_to_it(
+        self, service: FakePrime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        api = os.environ["PRIME_API_BASE_URL"]
+        asked: list[str] = []
+
+        async def forward(request: web.BaseRequest) -> web.Response:
+            asked.append(request.host)
+            async with (
+                aiohttp.ClientSession() as client,
+                client.request(
+                    request.method, api + request.rel_url.path_qs, headers=request.headers, data=await request.read()
+                ) as answer,
+            ):
+                return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+        async with RawTestServer(forward, host="127.0.0.1") as proxy:
+            monkeypatch.setenv("PRIME_API_BASE_URL", "http://api.invalid")
+            monkeypatch.setenv("http_proxy", f"http://me:sk-of-the-proxy@127.0.0.1:{proxy.port}")
+            monkeypatch.setattr("interception.doctor.URL_TIMEOUT", 0.1)
+            findings = await found(PrimeTunnelConfig())
+        assert findings["dns"].detail == "api.invalid is left to the proxy; 127.0.0.1 is an address"
+        assert findings["api"].status == findings["dns"].status == "ok", findings
+        assert "api.invalid" in asked
+        assert "sk-of-the-proxy" not in str(findings)
+
+    async def test_a_proxy_without_a_name(self, service: FakePrime, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PRIME_API_BASE_URL", "http://api.invalid")
+        monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+        findings = await found(PrimeTunnelConfig())
+        assert "proxy.invalid does not resolve" in findings["dns"].detail
+        monkeypatch.setenv("no_proxy", "api.invalid")
+        findings = await found(PrimeTunnelConfig())
+        assert findings["dns"].detail.startswith("api.invalid does not resolve")
+
     async def test_a_quota_that_is_spent(self, service: FakePrime) -> None:
         service.refuse_creates(429, "You have reached the maximum number of tunnels")
         findings = await found(PrimeTunnelConfig())
@@ -127,6 +164,17 @@ class TestPrime:
                 frpc.chmod(0o755)
         finding = await _frpc()
         assert (finding.status, said in finding.detail) == (status, True), finding
+
+    @pytest.mark.parametrize("fault", ["no folder can be made", "nothing can be written"])
+    async def test_a_home_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+        from interception.doctor import _frpc
+
+        monkeypatch.setenv("HOME", "/dev/null" if fault == "no folder can be made" else str(Path.home()))
+        if fault == "nothing can be written":
+            monkeypatch.setattr("os.access", lambda path, mode: False)  # as root may write anywhere
+            monkeypatch.setattr("prime_tunnel.Config.bin_dir", Path("/nowhere"))
+        finding = await _frpc()
+        assert (finding.status, finding.remedy) == ("fail", "set HOME to a folder that you may write to")
 
 
 class TestSsh:
@@ -280,3 +328,17 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     told = json.loads(ran.stdout)
     assert (told["tunnel"], told["works"]) == ("none", True)
     assert {"check", "status", "detail", "remedy"} == set(told["checks"][0])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "interception", "doctor", "--tunnel", "none"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ran.stderr == "interception: what it has to say could not be written: No space left on device\n"
+    assert ran.returncode == 1

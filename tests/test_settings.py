@@ -85,6 +85,17 @@ class TestNames:
     def test_each_stands_for_its_tunnel(self, tmp_path: Path, name: str, kind: type) -> None:
         assert isinstance(settings(tmp_path).tunnel(name), kind)
 
+    @pytest.mark.parametrize(("name", "host", "port", "username"), [
+        ("ssh://MyRelay", "MyRelay", 22, None), ("ssh://me@R:2222", "R", 2222, "me"),
+        ("ssh://[::1]:2222", "::1", 2222, None), ("ssh://me%40corp@R", "R", 22, "me@corp"),
+    ])  # fmt: skip
+    def test_a_relay_is_taken_as_it_is_written(
+        self, tmp_path: Path, name: str, host: str, port: int, username: str | None
+    ) -> None:
+        made = settings(tmp_path).tunnel(name)
+        assert isinstance(made, SshTunnelConfig)
+        assert (made.host, made.port, made.username) == (host, port, username)
+
     def test_none_is_none(self, tmp_path: Path) -> None:
         assert settings(tmp_path).tunnel("none") is None
         assert "nothing to --set" in refusal(settings(tmp_path).tunnel, "none", ["port=1"])
@@ -100,6 +111,9 @@ class TestNames:
     def test_custom_comes_from_the_file(self, tmp_path: Path) -> None:
         made = settings(tmp_path, '[custom]\nurl = "https://a.example"\nport = 8080\n').tunnel("custom")
         assert made == CustomTunnelConfig(url="https://a.example", port=8080)
+
+    def test_what_could_be_an_option_is_no_relay(self, tmp_path: Path) -> None:
+        assert "not a host" in refusal(settings(tmp_path).tunnel, "ssh://-oProxyCommand=touch")
 
     @pytest.mark.parametrize(
         "name", ["", "shh", "http://relay", "ssh://", "ssh://h:0x1", "ssh://h:99999", "ssh://h/path"]
@@ -167,11 +181,14 @@ class TestMistakes:
         assert f"[ssh] host in {tmp_path}" in said
 
     @pytest.mark.parametrize(("assignment", "said"), [
-        ("prot=1", "has no prot (did you mean port?)"), ("port", "FIELD=VALUE"), ("port=x", "port: Input should be"),
+        ("prot=1", "has no prot (did you mean port?)"), ("port", "FIELD=VALUE"),
+        ("port=x", "port (of --set): Input should be"),
         ("policy.perod=1", "did you mean period?"), ("policy=[", "cannot be read"), ("client_keys='", "cannot be read"),
-        ("a.b=1", "has no a"), ("url=https://{hots}", "URL template"),
+        ("a.b=1", "has no a: it has policy, mark, host"), ("url=https://{hots}", "URL template"),
         ("port.b=1", "port of the ssh tunnel has no parts"),
-        ("jump=gate:99999", "not jump hosts"), ("jump=gate:0", "not jump hosts"),
+        ("jump=gate:99999", "not jump hosts"), ("jump=gate:0", "not jump hosts"), ("jump=a,-oX=y", "not jump hosts"),
+        ("jump=-l@gate", "not jump hosts"), ("host=-oProxyCommand=x", "not a host"), ("host=me@h", "not a host"),
+        ("host=a b", "not a host"), ("host=", "not a host"), ("host=a\nb", "not a host"), ("username=-x", "not a user"),
     ])  # fmt: skip
     def test_assignments(self, tmp_path: Path, assignment: str, said: str) -> None:
         assert said in refusal(settings(tmp_path).tunnel, "ssh://h", [assignment])
@@ -180,6 +197,29 @@ class TestMistakes:
         assert "run.upstream must be a single value" in refusal(
             settings(tmp_path, '[run]\nupstream = ["a"]\n').options, "run"
         )
+
+    @pytest.mark.parametrize(("text", "said"), [
+        ('demo]\nrollouts = "many"', "demo.rollouts: Input should be a valid integer"),
+        ("demo]\nrollouts = true", "demo.rollouts: not true or false"),
+        ("doctor]\njson = 1", "doctor.json: true or false is wanted"),
+        ('demo]\ntunnel = "prim"', "demo.tunnel: "),
+    ])  # fmt: skip
+    def test_an_option_of_the_file_that_does_not_fit_is_told_by_its_place(
+        self, tmp_path: Path, text: str, said: str
+    ) -> None:
+        file = tmp_path / "interception.toml"
+        file.write_text(f"[{text}\n")
+        ran = CliRunner().invoke(interception.cli.app, ["--config", str(file), "run", "true"])
+        assert f"{file}: {said}" in str(ran.exception)
+
+    def test_a_field_that_does_not_fit_says_where_it_comes_from(self, tmp_path: Path) -> None:
+        text = '[ssh]\nhost = "h"\nclient_keys = "a"\npolicy = 5\n'
+        said = refusal(settings(tmp_path, text, INTERCEPTION_SSH_PORT="x").tunnel, "ssh", ["remote_port=y"])
+        assert f"client_keys (of {tmp_path}/settings.toml): a list is wanted" in said
+        assert "a table is wanted" in said
+        assert "port (of INTERCEPTION_SSH_PORT): Input should be a valid integer" in said
+        assert "remote_port (of --set): Input should be a valid integer" in said
+        assert "host (of ssh://-x): not a host" in refusal(settings(tmp_path, text).tunnel, "ssh://-x")
 
     def test_a_variable_that_means_nothing_is_told_but_no_error(self, tmp_path: Path) -> None:
         made = settings(

@@ -9,14 +9,16 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from tunnel.base import Tunnel
 from tunnel.config import CommandTunnelConfig, _public_url
 from tunnel.errors import TunnelError, TunnelGoneError, UrlChangedError
+from tunnel.evidence import Outcome
 from tunnel.keepalive import TunnelClient
-from tunnel.teardown import run_to_end
+from tunnel.probe import BAD_GATEWAYS, classify, describe, probe
+from tunnel.teardown import cancel_and_wait, run_to_end
 
 logger = logging.getLogger("tunnel")
 
@@ -26,9 +28,15 @@ HANG_GRACE = 5.0  # seconds a watchdog may take beyond that (it is stopped, or i
 DRAIN = 1.0  # seconds for the last words of a program that ended: what left its group may hold the pipe open
 KEPT_LINES = 50
 KEPT_WIDTH = 2_000
-LINE_LIMIT = 65_536  # bytes of a line that are looked at
+LINE_LIMIT = 8_192  # bytes of a line that are looked at: patterns may take a time that grows by the square of it
+UNENDED = 1.0  # seconds of silence after which a line without an end counts: a prompt, or a URL printed bare
+LOOK_SPACING = 0.1, 1.0  # seconds between two looks at a URL that does not lead here yet: at first, and at most
 SECRET_LENGTH = 8  # shorter values of the environment are words like "info", not secrets
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+
+NOT_YET = frozenset({Outcome.REFUSED, Outcome.NO_ANSWER, Outcome.NO_ROUTE, Outcome.HALF_OPEN, Outcome.WRONG})
+"""What a URL shows that does not lead here, beside the gateway's own faults."""
 
 
 class CommandTunnel(Tunnel):
@@ -38,7 +46,10 @@ class CommandTunnel(Tunnel):
     restarted, when it exits by itself, and also when this process is killed. Its output is read all the time; the
     last 50 lines are quoted in errors, with the values of `config.env` (8 characters and more) masked.
 
-    `expose` raises `TunnelError`, quoting the output, if the program cannot be started, exits, is not ready within
+    It is up when it has printed what `ready_pattern` finds. Without one, when its URL leads to the local service: a
+    program shows its URL, if it is not known beforehand, before that serves.
+
+    `expose` raises `TunnelError`, quoting the output, if the program cannot be started, exits, is not up within
     `config.start_timeout` seconds or prints what `gone_pattern` finds. In a restart that last one, and another URL
     than before, mean gone. Printed while the tunnel serves it only brings a probe forward: a tunnel that is said to be
     deleted and still serves stays in use.
@@ -51,17 +62,41 @@ class CommandTunnel(Tunnel):
 
     async def _connect(self, port: int) -> TunnelClient:
         client = _Client(self.config, port, self.report)
+
+        async def look(url: str) -> str | None:
+            return await self._amiss(url, f"http://{self.local_host}:{port}")
+
         try:
-            await client.start()
+            await client.start(look if self.config.ready_pattern is None else None)
         except TunnelGoneError as error:
             raise TunnelError(str(error)) from None  # nothing served yet that could be gone: a new try may help
         self._client = client
         return client
 
+    async def _amiss(self, url: str, local: str) -> str | None:
+        """Why the URL does not lead to the local service yet. None: it does, or cannot be judged from here."""
+        timeout = self.policy.probe_timeout
+        path = self.any_path if self.health_path is None else self.health_path
+        outside, inside = await asyncio.gather(
+            probe(url + path, timeout=timeout, through_proxy=True),
+            probe(local + path, timeout=timeout, through_proxy=False),
+        )
+        if inside.status is None:
+            return None  # a service that is down answers through no tunnel
+        outcome = classify(outside, inside, self.policy.slow_404)
+        if outcome in (Outcome.PATH, Outcome.NO_NAME):
+            logger.warning("%s cannot be reached from here (%s)", url, outside.detail)
+        ill = outcome is Outcome.BAD_GATEWAY and outside.status in BAD_GATEWAYS
+        return describe(outcome, outside) if ill or outcome in NOT_YET else None
+
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.stop()
+
+
+_Look = Callable[[str], Awaitable[str | None]]
+"""Says what is amiss with a URL, or None."""
 
 
 class _Client:
@@ -82,12 +117,13 @@ class _Client:
     def is_running(self) -> bool:
         return self._program is not None and self._program.is_running
 
-    async def start(self) -> str:
-        """Run the program until it is ready; if that fails or is cancelled nothing of it is left."""
+    async def start(self, look: _Look | None = None) -> str:
+        """Run the program until it is ready, and `look` finds nothing amiss with its URL; if that fails or is cancelled
+        nothing of it is left."""
         program = _Program(self._config, self._port, self._said_gone)
         try:
             await run_to_end(program.start())
-            url = await program.ready()
+            url = await program.ready(look)
             if self.url is not None and self.url != url:
                 raise UrlChangedError(self.url, url)
         except BaseException:
@@ -125,11 +161,13 @@ class _Program:
         self._process: asyncio.subprocess.Process | None = None
         self._output = _Output(self._heed, config.env.values())
         self._reports = _Reports(self._decide)
-        self._url = None if config.url is None else config.url.rstrip("/")
+        self._url = config.url
         self._ready_seen = config.ready_pattern is None
         self._gone_line: str | None = None
         self._bad_url: str | None = None
         self._decided = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._amiss = ""  # what the last look found
         self._serving = False
 
     @property
@@ -169,14 +207,25 @@ class _Program:
         except (OSError, ValueError) as error:  # a NUL in an argument, no descriptors left
             raise TunnelError(f"the tunnel program {self._name!r} cannot be started: {error}") from None
 
-    async def ready(self) -> str:
-        """The URL, once the program has said all that it must."""
+    async def ready(self, look: _Look | None) -> str:
+        """The URL, once the program has said all that it must, and it leads here as far as `look` can tell."""
+        timeout = self._config.start_timeout
         try:
-            async with asyncio.timeout(self._config.start_timeout):
+            async with asyncio.timeout(timeout):
                 await self._decided.wait()
+                if look is not None and self._url is not None and not self._over:
+                    await self._reached(look, self._url)
         except TimeoutError:
-            wanted = "showed no URL" if self._url is None else "was not ready"
-            raise TunnelError(self._quote(f"{wanted} within {self._config.start_timeout:g} s")) from None
+            if self._amiss:
+                wrong = (
+                    f"runs, but {self._url} does not lead here after {timeout:g} s ({self._amiss}); if it does for all "
+                    "but this host, give a ready_pattern"
+                )
+            else:
+                wrong = f"{'showed no URL' if self._url is None else 'was not ready'} within {timeout:g} s"
+                if self._output.is_empty:
+                    wrong += " (some hold back what they print where it is no terminal: run it by `stdbuf -oL`?)"
+            raise TunnelError(self._quote(wrong)) from None
         if self._reports.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN):
@@ -188,7 +237,8 @@ class _Program:
         if self._bad_url is not None:
             raise TunnelError(self._quote(f"printed what url_pattern takes for its URL: {self._bad_url}"))
         if self._reports.ended or self._url is None:
-            raise TunnelError(self._quote(f"{self._reports.end} before it was ready"))
+            hint = " (it must stay in the foreground)" if self._reports.status == 0 else ""
+            raise TunnelError(self._quote(f"{self._reports.end} before it was ready{hint}"))
         self._serving = True
         return self._url
 
@@ -217,6 +267,26 @@ class _Program:
     def _name(self) -> str:
         return self._config.command[0]  # the arguments may hold tokens
 
+    @property
+    def _over(self) -> bool:
+        return self._reports.ended or self._gone_line is not None or self._bad_url is not None
+
+    async def _reached(self, look: _Look, url: str) -> None:
+        """Returns when `look` finds nothing amiss with the URL any more, or the start has failed."""
+
+        async def until_it_is() -> None:
+            spacing, most = LOOK_SPACING
+            while amiss := await look(url):
+                self._amiss = amiss
+                await asyncio.sleep(spacing)
+                spacing = min(most, 2 * spacing)
+
+        self._looking = asyncio.create_task(until_it_is(), name=f"reach {url}")
+        try:
+            await asyncio.wait([self._looking])
+        finally:
+            await run_to_end(cancel_and_wait(self._looking))
+
     def _quote(self, what: str) -> str:
         return f"the tunnel program {self._name!r} {what}; {self._output.quoted()}"
 
@@ -241,8 +311,9 @@ class _Program:
 
     def _decide(self) -> None:
         """Wake `ready` as soon as it can say how the start went."""
-        ready = self._reports.started and self._url is not None and self._ready_seen
-        if ready or self._reports.ended or self._gone_line is not None or self._bad_url is not None:
+        if self._over and self._looking is not None:
+            self._looking.cancel()
+        if self._over or (self._reports.started and self._url is not None and self._ready_seen):
             self._decided.set()
 
 
@@ -322,14 +393,28 @@ class _Output(_Stream):
         self._secrets = sorted(parts, key=len, reverse=True)
         self._kept: deque[str] = deque(maxlen=KEPT_LINES)
         self._rest = b""
+        self._silence: asyncio.TimerHandle | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._kept or self._rest)
 
     def data_received(self, data: bytes) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
         *lines, rest = re.split(rb"[\r\n]+", self._rest + data)
         self._rest = rest[:LINE_LIMIT]
         for raw in lines:
             if line := self._clean(raw[:LINE_LIMIT]):
                 self._kept.append(self.presentable(line))
                 self._heed(line)
+        if self._rest:
+            self._silence = asyncio.get_running_loop().call_later(UNENDED, self._heed_rest)
+
+    def _heed_rest(self) -> None:
+        if line := self._clean(self._rest):
+            self._heed(line)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.data_received(b"\n")  # a last line without an end

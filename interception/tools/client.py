@@ -1,5 +1,6 @@
 """Calling MCP tools over a connection that may break: again where that does no harm, and never twice where it might."""
 
+import asyncio
 import functools
 import json
 import ssl
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import stamina
 
 from interception.tools.server import ToolSlot
+from tunnel import IDENTITY_HEADER
 
 if TYPE_CHECKING:
     import httpx2
@@ -25,7 +27,10 @@ WAIT_MAX = 5.0
 
 
 class ToolCallError(Exception):
-    """A call was refused, or never came to the server; the tool was not run. `status`: of the refusal, else None."""
+    """A call was refused, or never came to the server: a tool that must not run twice was not run.
+
+    `status`: of the refusal, else None.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -33,7 +38,11 @@ class ToolCallError(Exception):
 
 
 class OutcomeUnknownError(Exception):
-    """A call was sent and its answer never came: the tool may have run. It was not sent again: it may do harm twice."""
+    """A call was sent and its answer never came: the tool may have run. It was not sent again: it may do harm twice.
+
+    An error status that is not known to be the tool server's own is no answer: there are edges that say 404 of a
+    request that broke off in their hands.
+    """
 
 
 class ToolClient:
@@ -89,7 +98,7 @@ class ToolClient:
     async def _again(self, work: "Callable[[Client], Awaitable[T]]", *, method: str, harmless: bool) -> T:
         try:
             async for attempt in stamina.retry_context(
-                on=lambda error: isinstance(error, _NoAnswer) and (harmless or not error.sent),
+                on=lambda error: isinstance(error, _NoAnswer) and error.may_pass and (harmless or not error.sent),
                 attempts=None,
                 timeout=self._patience,
                 wait_max=WAIT_MAX,
@@ -101,11 +110,12 @@ class ToolClient:
                 raise OutcomeUnknownError(
                     f"outcome unknown: the call was sent and its answer never came ({error}); it was not sent again"
                 ) from error.__cause__
-            raise ToolCallError(f"{self._slot.url}: {error}") from error.__cause__
+            raise ToolCallError(f"{self._slot.url}: {error}", error.status) from error.__cause__
         raise AssertionError("unreachable")
 
     async def _once(self, work: "Callable[[Client], Awaitable[T]]", method: str) -> T:
         """One attempt, over a connection of its own: a fault ends that, and with it the SDK's session."""
+        await asyncio.to_thread(_import_sdk)
         import httpx2
         from mcp import Client, MCPError
         from mcp.client.streamable_http import streamable_http_client
@@ -134,13 +144,20 @@ class ToolClient:
                 raise _NoAnswer(repr(error), sent=seen.sent) from raised
             if not isinstance(error, MCPError):
                 raise error from None
-            if seen.status >= 500:
-                raise _NoAnswer(f"status {seen.status}", sent=seen.sent) from raised
-            if seen.status >= 300:
-                raise ToolCallError(f"{self._slot.url}: status {seen.status}, {error}", seen.status) from raised
+            if seen.status >= 300 and not seen.answered:
+                raise _NoAnswer(
+                    f"status {seen.status}, {error}", sent=seen.sent and not seen.refused, status=seen.status
+                ) from raised
             if not seen.is_mcp or error.code in (CONNECTION_CLOSED, PARSE_ERROR, REQUEST_TIMEOUT):
                 raise _NoAnswer(str(error), sent=seen.sent) from raised  # the SDK's own word for an answer it lacks
             raise error from None
+
+
+@functools.cache
+def _import_sdk() -> None:
+    """Takes a second or two, in which the event loop has other rollouts to serve."""
+    import mcp
+    import mcp.client.streamable_http  # noqa: F401
 
 
 @functools.cache
@@ -161,6 +178,10 @@ class _Seen:
         """Of the last answer; once that request was sent, of its own."""
         self.is_mcp = True
         """Whether that is one that an MCP server would give."""
+        self.refused = False
+        """Whether it is a `ToolServer`'s word that it has not let the request in."""
+        self.answered = False
+        """Whether it is a 4xx that has an MCP server's answer in it: an error of the protocol."""
         self._method = method
         self._call: httpx2.Request | None = None
 
@@ -174,15 +195,30 @@ class _Seen:
             return  # the SDK asks for more of a broken stream, or says that it has given up
         self.status = response.status_code
         kind = response.headers.get("content-type", "").lower()
+        self.refused = response.status_code == 401 and IDENTITY_HEADER in response.headers
         self.is_mcp = response.status_code != 202 and kind.startswith(("application/json", "text/event-stream"))
+        self.answered = 400 <= response.status_code < 500 and self.is_mcp and _is_rpc_error(await response.aread())
+
+
+def _is_rpc_error(body: bytes) -> bool:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("jsonrpc") == "2.0" and isinstance(said.get("error"), dict)
 
 
 class _NoAnswer(Exception):
-    """Of one attempt. `sent`: whether the call may have come to the server."""
+    """Of one attempt. `sent`: whether the call may have come to the server. `status`: of what came in its place."""
 
-    def __init__(self, message: str, *, sent: bool) -> None:
+    def __init__(self, message: str, *, sent: bool, status: int | None = None) -> None:
         super().__init__(message)
         self.sent = sent
+        self.status = status
+
+    @property
+    def may_pass(self) -> bool:
+        return self.status is None or self.status >= 500
 
 
 def _cause(error: BaseException) -> BaseException:

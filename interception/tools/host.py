@@ -19,7 +19,7 @@ from interception.headers import secret_of
 from interception.state_client import StateClient
 from interception.tools.grace import begun_in_time
 from interception.tools.injection import Rollout, current_rollout, with_state
-from tunnel import Entrance, TunnelError, health_middleware
+from tunnel import IDENTITY_HEADER, Entrance, TunnelError, health_middleware
 from tunnel.serving import AsgiApp, Receive, Scope, Send
 from tunnel.teardown import run_to_end
 
@@ -197,7 +197,7 @@ class ToolHost:
             secret = secret_of(headers)
             rollout = self._rollouts.get(_digest(secret)) if secret else None
             if rollout is None:
-                return await _refuse(send)
+                return await self._refuse(send)
             current_rollout.set(rollout)  # of this request's task, and of those it starts
             if scope["method"] == "POST" and headers.get("Mcp-Method") != "subscriptions/listen":
                 receive = _without_end(receive)
@@ -208,6 +208,18 @@ class ToolHost:
                 self._counted(-1)
 
         return admitted
+
+    async def _refuse(self, send: Send) -> None:
+        message = "the key is not one of a running rollout: use the secret of its ToolSlot"
+        body = orjson.dumps({"error": {"message": message}})
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            # By this a client knows that no edge said it: nothing was run.
+            (IDENTITY_HEADER.lower().encode(), self._identity.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     def _counted(self, more: int) -> None:
         self._count += more
@@ -242,14 +254,6 @@ def _without_end(receive: Receive) -> Receive:
 async def _ended(task: "asyncio.Task[Any]") -> None:
     await asyncio.wait([task])
     task.result()
-
-
-async def _refuse(send: Send) -> None:
-    message = "the key is not one of a running rollout: use the secret of its ToolSlot"
-    body = orjson.dumps({"error": {"message": message}})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _digest(secret: str) -> bytes:

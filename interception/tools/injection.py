@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from interception.state import as_json, reasons
+from interception.state import as_json, broken_off, reasons
 from interception.state_client import StateClient, StateConflictError, StateError
 
 logger = logging.getLogger("interception")
@@ -24,6 +24,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class _Injected:
     what: Literal["state", "task"]
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        # Asked for by an MCPServer, which would have the model that calls the tool fill the parameter in.
+        raise TypeError(f"a tool asks for the rollout's {self.what}: put @with_state right below @server.tool()")
 
 
 State = Annotated[T, _Injected("state")]
@@ -66,7 +70,7 @@ def with_state(tool: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{name} of the tool {tool.__name__}: State and Task go outside: State[Board | None]")
         for mark in getattr(hint, "__metadata__", ()):
             if isinstance(mark, _Injected):
-                wanted[name] = mark.what, TypeAdapter(hint.__origin__)
+                wanted[name] = mark.what, TypeAdapter(hint)  # with what else it is annotated with
     if not wanted:
         return tool
     states = [name for name, (what, _) in wanted.items() if what == "state"]
@@ -126,6 +130,8 @@ async def _task(rollout: Rollout, adapter: TypeAdapter[Any]) -> Any:
         raise _failed("the rollout's task could not be read", error) from None
     except ValidationError as error:
         raise _told(f"the rollout's task is not what the tool expects: {reasons(error)}") from None
+    except Exception as error:  # noqa: BLE001 - whatever its validator raises
+        raise _told(f"the rollout's task is not what the tool expects: {broken_off(error)}") from None
 
 
 class _Held:
@@ -143,7 +149,9 @@ class _Held:
                 self.value = adapter.validate_json(b"{}")
             except ValidationError:
                 raise _told(f"the rollout has no state yet: {reasons(error)}") from None
-        self._before = self._dumped()
+        except Exception as error:  # noqa: BLE001 - whatever its validator raises
+            raise _told(f"the rollout's state is not what the tool expects: {broken_off(error)}") from None
+        self._before = self._dumped("the tool was not run: the rollout's state, as the tool has it, is no JSON")
 
     @classmethod
     async def fetched(cls, channel: StateClient, adapter: TypeAdapter[Any]) -> "_Held":
@@ -152,16 +160,16 @@ class _Held:
         except StateError as error:
             raise _failed("the tool was not run: the rollout's state could not be read", error) from None
 
-    def _dumped(self) -> Any:
+    def _dumped(self, told: str) -> Any:
         try:
             return pydantic_core.from_json(as_json(self._adapter, self.value))
-        except (ValueError, RecursionError) as error:
-            logger.error("what a tool made of the state cannot be written as JSON: %s", error)
-            raise _told("the tool ran, but its change of the state was not stored: it is no JSON") from None
+        except Exception as error:  # noqa: BLE001 - whatever its serializers raise
+            logger.error("%s: %s", told, error)
+            raise _told(told) from None
 
     async def write_back(self) -> None:
         """Writes what the tool changed, and that alone: what others changed meanwhile stays."""
-        after = self._dumped()
+        after = self._dumped("the tool ran, but its change of the state was not stored: it is no JSON")
         if _same(after, self._before):
             return
         read, tag = self._read, self._tag

@@ -43,6 +43,9 @@ KILL_GRACE = 0.7
 
 ARRIVAL_HEADERS = ("Host", "X-Forwarded-Host", PROBE_HEADER)
 
+ARRIVAL_TOLD = 1000
+"""Characters of each of those, and of the path: more than any that means something."""
+
 LINE_LIMIT = 2**20
 
 TOLD = 2000
@@ -214,13 +217,21 @@ class _Entrance:
         self._say = say
 
     def note_arrival(self, headers: Mapping[str, str], path: str = "") -> None:
-        told = {name: headers[name] for name in ARRIVAL_HEADERS if name in headers}
-        self._say(arrived=told, path=path)
+        # Strangers are told of, too: what they send must not be longer than a line may be.
+        told = {name: headers[name][:ARRIVAL_TOLD] for name in ARRIVAL_HEADERS if name in headers}
+        self._say(arrived=told, path=path[:ARRIVAL_TOLD])
 
 
 async def serve(control: int) -> None:
     """What the process does, with its end of the socket pair."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=control), limit=LINE_LIMIT)
+    try:
+        await _serve(reader, writer)
+    finally:
+        writer.close()
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)

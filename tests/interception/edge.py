@@ -6,8 +6,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
+from tunnel import IDENTITY_HEADER
+
 Pass = Callable[[], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.Request, Pass], Awaitable[web.StreamResponse]]
+
+KEPT = ("ETag", "Content-Type", IDENTITY_HEADER)
 
 
 class Unreliable:
@@ -44,7 +48,11 @@ class Unreliable:
             async with self._http.request(
                 request.method, self._url + request.path_qs, data=body, headers=headers
             ) as answer:
-                kept = {name: answer.headers[name] for name in ("ETag", "Content-Type") if name in answer.headers}
+                kept = {
+                    name: answer.headers[name]
+                    for name in ("ETag", "Content-Type", IDENTITY_HEADER)
+                    if name in answer.headers
+                }
                 return web.Response(status=answer.status, body=await answer.read(), headers=kept)
 
         if self.faults and self.only in body:

@@ -7,11 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import date
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, SecretStr
 
 from interception import InterceptionServer, RolloutSession, Slot, StateClient
 from interception.tools import State, Task, with_state
@@ -78,6 +79,12 @@ class TestTheSignature:
 
         with pytest.raises(TypeError, match=r"state of the tool tool: .*State\[Board \| None\]"):
             with_state(tool)
+
+    def test_a_tool_of_an_mcp_server_without_it_is_refused(self) -> None:
+        server: MCPServer = MCPServer("test")
+        with pytest.raises(TypeError, match="put @with_state right below"):
+            server.add_tool(note)
+        server.add_tool(with_state(note))
 
 
 class TestACall:
@@ -300,6 +307,32 @@ class TestWhatTheCallerIsTold:
             with pytest.raises(ToolError, match="it is no JSON"):
                 await with_state(tool)()
             assert session.state == {}
+
+    async def test_a_type_of_which_something_is_masked(self) -> None:
+        ran = []
+
+        async def tool(state: State[dict[str, SecretStr]]) -> None:
+            ran.append(True)
+
+        async with rollout(new_session(state={"token": "abc"})):
+            with pytest.raises(ToolError, match="the tool was not run: the rollout's state, as the tool has it, is no"):
+                await with_state(tool)()
+        assert not ran
+
+    async def test_a_validator_of_the_tools_that_breaks_off(self) -> None:
+        def first(value: Any) -> Any:
+            return value[0]
+
+        Odd = Annotated[dict[str, Any], BeforeValidator(first)]
+
+        async def writer(state: State[Odd]) -> None: ...  # type: ignore[valid-type]
+
+        async def reader(task: Task[Odd]) -> None: ...  # type: ignore[valid-type]
+
+        async with rollout(new_session(state={}, task={})):
+            for tool, what in ((writer, "state"), (reader, "task")):
+                with pytest.raises(ToolError, match=f"{what} is not what the tool expects: its validator raised KeyE"):
+                    await with_state(tool)()
 
     async def test_the_rollout_is_over_before_and_during_the_call(self) -> None:
         ran = []

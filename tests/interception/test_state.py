@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, SecretBytes, SecretStr, field_serializer, field_validator
 
 from interception import (
     STATE_ROUTE_HEADER,
@@ -37,6 +37,26 @@ class Board(BaseModel):
         if any(len(note) > 20 for note in notes):
             raise ValueError("a note is longer than 20 characters")
         return notes
+
+
+class Login(BaseModel, extra="allow"):
+    token: SecretStr | None = None
+    spare: set[SecretStr] = set()
+
+
+class Picky(BaseModel):
+    """Its author did not know that pydantic takes ValueErrors only for a word on the value."""
+
+    found: dict[str, int] = {}
+
+    @field_validator("found", mode="before")
+    @classmethod
+    def _at_least(cls, found: Any) -> Any:
+        return {name: max({"a": 0}[name], number) for name, number in found.items()}
+
+    @field_serializer("found")
+    def _inverted(self, found: dict[str, int]) -> dict[str, int]:
+        return {**found, "a": 1 // found["a"]}
 
 
 @dataclass
@@ -210,6 +230,48 @@ class TestTypes:
     def test_a_state_or_task_that_is_none_is_refused_when_the_session_is_made(self, given: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"the (state|task) (is|must)"):
             new_session(**given)
+
+    @pytest.mark.parametrize(
+        "state",
+        [Login(token="abc"), Login(spare={SecretStr("abc")}), Login(more=SecretBytes(b"abc"))],
+        ids=["a field", "in a set", "of an undeclared field"],
+    )
+    async def test_a_secret_that_would_come_back_as_asterisks_is_refused(self, state: "Login") -> None:
+        with pytest.raises(ValueError, match=r"written as JSON: there is a Secret\w+ in it.*field_serializer"):
+            new_session(state=state)
+        async with rollout(new_session(state=Login())) as running:
+            assert (await running.put({"token": ""})).status == 204, "which comes back as it went"
+            refused = await running.put({"token": "abc"})
+            assert (refused.status, "SecretStr" in refused.reason, "abc" in refused.reason) == (400, True, False)
+            assert running.session.state == Login(token="")
+
+    async def test_one_whose_serializer_tells_it_comes_back_as_it_went(self) -> None:
+        class Told(Login):
+            @field_serializer("token", when_used="json")
+            def _tell(self, token: SecretStr) -> str:
+                return token.get_secret_value()
+
+        async with rollout(new_session(state=Told(token="*" * 10))) as running:
+            assert (await running.put({**(await running.ask("GET")).value, "spare": []})).status == 204
+            assert running.session.state == Told(token="*" * 10)
+
+    async def test_a_validator_that_breaks_off_is_400_and_changes_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with rollout(new_session(state=Picky(found={"a": 1}))) as running:
+            for sent in ({"found": {"hunter2": 0}}, {"found": None}):
+                refused = await running.put(sent)
+                assert refused.status == 400
+                assert refused.reason.startswith("the state is not of its type: its validator raised ")
+                assert running.session.state == Picky(found={"a": 1})
+            assert [record.getMessage() for record in caplog.records if "test_state.py, line" in record.getMessage()]
+            assert "hunter2" not in caplog.text
+
+    async def test_a_serializer_that_breaks_off_loses_nothing_either(self) -> None:
+        async with rollout(new_session(state=Picky(found={"a": 1}))) as running:
+            refused = await running.put({"found": {"a": 0}})
+            assert (refused.status, "cannot be written as JSON" in refused.reason) == (400, True)
+            assert running.session.state == Picky(found={"a": 1})
 
     async def test_what_the_host_breaks_later_is_500_and_a_line_in_the_log(
         self, caplog: pytest.LogCaptureFixture

@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from mcp import MCPError
 
 from interception.tools import OutcomeUnknownError, ToolCallError, ToolClient, ToolServer, ToolSlot
 from tests.helpers import until
-from tests.interception.edge import Fault, Unreliable, cut_after, cut_before, status
+from tests.interception.edge import Fault, Pass, Unreliable, cut_after, cut_before, status
 from tests.interception.tool_module import ran
 from tests.interception.tool_rollouts import Rollout, rollout, text, tools_of
 
@@ -42,15 +44,47 @@ class TestCallsOverAnEdge:
             assert text(await client.call("look", {"folder": str(tmp_path)})) == "seen"
             assert edge.faults == []
 
-    @pytest.mark.parametrize("code", [307, 400, 401, 403, 404, 413, 429])
-    @pytest.mark.parametrize("tool", ["pay", "look"])
-    async def test_a_4xx_is_final_and_the_tool_has_not_run(self, code: int, tool: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("code", [307, 400, 401, 404, 429])
+    @pytest.mark.parametrize("ran_before", [False, True])
+    async def test_a_4xx_of_an_edge_does_not_say_that_nothing_was_run(
+        self, code: int, ran_before: bool, tmp_path: Path
+    ) -> None:
+        """frp's edge says 404 of any request that broke off between it and the tunnel's client."""
+
+        async def fault(request: web.Request, pass_on: Pass) -> web.StreamResponse:
+            if ran_before:
+                await pass_on()
+            return await status(code)(request, pass_on)
+
         async with self.edge(tmp_path) as (client, edge, running):
-            edge.faults = [status(code), status(code)]
+            edge.faults = [fault, fault]
+            with pytest.raises(OutcomeUnknownError, match=f"status {code}") as unknown:
+                await client.call("pay", {"folder": str(tmp_path)})
+            assert (len(edge.faults), ran(str(tmp_path))) == (1, int(ran_before)), "and it is final"
+            assert running.tools.secret not in str(unknown.value)
             with pytest.raises(ToolCallError) as refused:
-                await client.call(tool, {"folder": str(tmp_path)})
-            assert (refused.value.status, len(edge.faults), ran(str(tmp_path))) == (code, 1, 0)
-            assert running.tools.secret not in str(refused.value)
+                await client.call("look", {"folder": str(tmp_path)})
+            assert (refused.value.status, edge.faults) == (code, [])
+
+    async def test_a_4xx_with_an_mcp_servers_answer_is_that_answer(self, tmp_path: Path) -> None:
+        async def fault(request: web.Request, pass_on: Pass) -> web.StreamResponse:
+            error = {"code": -32602, "message": "there is no such month"}
+            return web.json_response({"jsonrpc": "2.0", "id": None, "error": error}, status=400)
+
+        async with self.edge(tmp_path) as (client, edge, _):
+            for tool in ("pay", "look"):
+                edge.faults = [fault, fault]
+                with pytest.raises(MCPError, match="there is no such month"):
+                    await client.call(tool, {"folder": str(tmp_path)})
+                assert len(edge.faults) == 1
+
+    async def test_a_refusal_of_the_tool_servers_own_does(self, tmp_path: Path) -> None:
+        async with self.edge(tmp_path) as (client, _, running):
+            await client.list_tools()
+            running.server._host.dismiss(running.tools.secret)  # type: ignore[union-attr]
+            with pytest.raises(ToolCallError) as refused:
+                await client.call("pay", {"folder": str(tmp_path)})
+            assert (refused.value.status, ran(str(tmp_path))) == (401, 0)
 
     async def test_a_list_that_fails_is_asked_again(self, tmp_path: Path) -> None:
         async with self.edge(tmp_path) as (client, edge, _):

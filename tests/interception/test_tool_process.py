@@ -64,13 +64,17 @@ class TestItsProcess:
         assert (children(), other_tasks()) == (before, tasks)
         await server.stop()
 
-    async def test_stopping_leaves_neither_it_nor_what_its_tools_started(self) -> None:
+    async def test_stopping_leaves_neither_it_nor_what_its_tools_started(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
         before = children()
         async with rollout(ToolServer(f"{SPEC}:tools")) as running:
             client = running.client()
-            pids = [int(text(await client.call(tool))) for tool in ("pid", "child")]
+            pids = [int(text(await client.call(tool))) for tool in ("pid", "child", "daemon")]
         await until(lambda: not any(alive(pid) for pid in pids))
         assert children() == before
+        assert "unclosed" not in capfd.readouterr().err
 
     async def test_one_whose_tool_holds_it_for_ever_is_stopped_all_the_same(
         self, monkeypatch: pytest.MonkeyPatch
@@ -85,10 +89,11 @@ class TestItsProcess:
             await held
         await until(lambda: not alive(pid))
 
-    @pytest.mark.parametrize("busy", [False, True], ids=["idle", "while a tool holds it"])
-    async def test_its_launcher_is_killed_and_it_is_gone_with_all_it_started(self, busy: bool) -> None:
+    async def test_its_launcher_is_killed_and_it_is_gone_with_all_it_started(self, tmp_path: Path) -> None:
+        """One that serves, one that a tool holds, and one that is about to start."""
+        (tmp_path / "endless.py").write_text(ENDLESS)
         launcher = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", LAUNCHER, f"{SPEC}:tools", "hold" if busy else ""),
+            *(sys.executable, "-c", LAUNCHER, f"{SPEC}:tools", str(tmp_path)),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parents[2],
         )
@@ -96,11 +101,12 @@ class TestItsProcess:
         pids = [int(pid) for pid in (await launcher.stdout.readline()).split()]
         family = [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
         assert set(pids) <= set(family)
+        assert len(family) >= 8, "three watchdogs, their three programs, and what a tool started"
         launcher.kill()
         await launcher.wait()
         await until(lambda: not any(alive(pid) for pid in family))
 
-    @pytest.mark.parametrize("steps", range(0, 120, 8))
+    @pytest.mark.parametrize("steps", [0, 1, 2, 4, 8, 16, 48, 112])
     async def test_a_start_that_is_cancelled_twice_leaves_nothing(self, steps: int) -> None:
         before, tasks = children(), other_tasks()
         server = ToolServer(f"{SPEC}:tools", tunnel=FakeTunnel(held=steps % 16 == 0))
@@ -118,9 +124,7 @@ class TestItsProcess:
     async def test_a_start_that_is_cancelled_waits_for_no_import(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "endless.py").write_text(
-            f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(3600)"
-        )
+        (tmp_path / "endless.py").write_text(ENDLESS)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr("interception.tools.process.STOP_TIMEOUT", 3600.0)
         before = children()
@@ -133,19 +137,31 @@ class TestItsProcess:
         assert children() == before
 
 
+ENDLESS = """
+import pathlib, time
+pathlib.Path(__file__).with_name("begun").touch()
+time.sleep(3600)
+"""
+
 LAUNCHER = """
-import asyncio, sys
+import asyncio, pathlib, sys
 from interception import InterceptionServer
 from interception.tools import ToolClient, ToolServer
 from tests.interception.fakes import new_session
 
 async def main():
+    spec, folder = sys.argv[1:]
+    sys.path.append(folder)
+    starting = asyncio.create_task(ToolServer("endless:tools").start())
     session = new_session()
-    async with InterceptionServer() as server, ToolServer(sys.argv[1]) as tools, server.acquire(session) as slot:
-        async with tools.acquire(session, slot) as mine:
-            client = ToolClient(mine)
-            pids = [(await client.call(tool)).structured_content["result"] for tool in ("pid", "child")]
-            holding = asyncio.create_task(client.call(sys.argv[2])) if sys.argv[2] else None
+    async with InterceptionServer() as server, server.acquire(session) as slot, ToolServer(spec) as idle:
+        async with idle.acquire(session, slot) as one, ToolServer(spec) as busy, busy.acquire(session, slot) as two:
+            client = ToolClient(one)
+            pids = [(await client.call(tool)).structured_content["result"] for tool in ("pid", "child", "daemon")]
+            pids.append((await ToolClient(two).call("pid")).structured_content["result"])
+            holding = asyncio.create_task(ToolClient(two).call("hold"))
+            while not pathlib.Path(folder, "begun").exists():
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             print(*pids, flush=True)
             await asyncio.sleep(3600)

@@ -5,7 +5,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,9 +18,10 @@ import pytest
 from interception import InterceptionServer
 from interception.demo.relay import SshRelay
 from interception.tools import OutcomeUnknownError, ToolClient, ToolServer
+from interception.tools.host import _without_end
 from tests.helpers import until
 from tests.interception import tool_module
-from tests.interception.fakes import FakeTunnel, new_session
+from tests.interception.fakes import FakeTunnel, new_session, other_tasks, settle
 from tests.interception.tool_module import SPEC, ran
 from tests.interception.tool_rollouts import both, rollout, sdk, text, tools_of
 from tests.prime import FakePrime
@@ -250,10 +252,74 @@ class TestTheEndOfItsTunnel:
             await play()
 
 
+class TestCancelledTwice:
+    """At any await: by the count of the event loop's rounds, which takes it through all of them."""
+
+    @staticmethod
+    async def cancel_twice(task: "asyncio.Task[Any]", rounds: int) -> bool:
+        """Whether it was cancelled; else it was quicker."""
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    async def test_a_start_leaves_nothing(self) -> None:
+        before, ends = other_tasks(), []
+        for rounds in range(16):
+            server = ToolServer([tool_module.pid], tunnel=(tunnel := FakeTunnel()))
+            cancelled = await self.cancel_twice(asyncio.create_task(server.start()), rounds)
+            ends.append(cancelled)
+            assert tunnel.connected is not cancelled
+            await server.stop()
+            assert not tunnel.connected
+            assert other_tasks() == before
+        assert ends.count(True) > 3, "and the others were quicker"
+
+    async def test_a_stop_leaves_nothing_either(self) -> None:
+        before = other_tasks()
+        for rounds in (1, 2, 3, 5, 8, 13):  # one that never began stops nothing
+            server = ToolServer([tool_module.pid], tunnel=(tunnel := FakeTunnel()))
+            await server.start()
+            port = urlsplit(server.url).port
+            await self.cancel_twice(asyncio.create_task(server.stop()), rounds)
+            assert not tunnel.connected
+            assert other_tasks() == before
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    @both
+    async def test_a_rollout_that_comes_or_goes_is_served_no_longer(self, where: str) -> None:
+        async with (
+            InterceptionServer() as interception,
+            ToolServer(tools_of(where)) as server,
+            interception.acquire(session := new_session()) as slot,
+            aiohttp.ClientSession() as http,
+        ):
+            secrets: list[str] = []
+
+            async def play() -> None:
+                async with server.acquire(session, slot) as tools:
+                    secrets.append(tools.secret)
+                    await asyncio.Event().wait()
+
+            for rounds in range(0, 12, 2):
+                assert await self.cancel_twice(asyncio.create_task(play()), rounds)
+                assert server.load == 0
+            for secret in secrets:
+                async with http.get(server.url, headers={"Authorization": f"Bearer {secret}"}) as refused:
+                    assert refused.status == 401
+
+
 class TestWhoIsServed:
     @both
     async def test_only_a_rollout_that_runs_and_by_its_own_key(self, where: str) -> None:
         async with rollout(ToolServer(tools_of(where))) as running, aiohttp.ClientSession() as http:
+            long = {"Host": "x" * 2**20, "X-Forwarded-Host": "x" * 2**20}
+            async with http.get(running.tools.url, headers=long) as response:
+                assert response.status == 401, "and its launcher is not deaf from now on"
             async with running.server.acquire(new_session(), running.slot) as over:
                 pass
             wrong = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, over.headers]
@@ -320,6 +386,23 @@ class TestACallThatNeverCameWhole:
                 await until(lambda: len(asyncio.all_tasks()) > tasks)
                 writer.close()
                 await until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+    async def test_one_that_has_is_not_told_that_its_caller_left(self) -> None:
+        """Whatever the SDK, in this version or another, would make of it."""
+        part, whole = {"type": "http.request", "more_body": True}, {"type": "http.request"}
+        left = {"type": "http.disconnect"}
+        for messages, told in (([part, left], 2), ([part, whole, left], 2), ([whole, left], 1)):
+            receive = _without_end(partial(self._next, iter(messages)))
+            assert [await receive() for _ in range(told)] == messages[:told]
+            if told < len(messages):
+                waiting = asyncio.create_task(receive())
+                await settle()
+                assert waiting.cancel(), "it waits for ever"
+                await asyncio.wait([waiting])
+
+    @staticmethod
+    async def _next(messages: Iterator[Any]) -> Any:
+        return next(messages)
 
 
 class TestSlowCalls:

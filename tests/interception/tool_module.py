@@ -79,7 +79,13 @@ def child() -> int:
     return subprocess.Popen(["sleep", "3600"]).pid
 
 
-tools = [note, question, pay, pid, crash, hold, child]
+def daemon() -> int:
+    """Starts a process as daemons are: in a session of its own, and its parent ends."""
+    starter = subprocess.run(["setsid", "sh", "-c", "sleep 3600 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
+    return int(starter.stdout)
+
+
+tools = [note, question, pay, pid, crash, hold, child, daemon]
 
 
 def server() -> MCPServer:

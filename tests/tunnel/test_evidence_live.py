@@ -120,6 +120,10 @@ class Bench:
         names = [event.after.name for event in self.events if isinstance(event, StateChanged)]
         return [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name]
 
+    def first(self, state: str) -> float:
+        """When it came into that state, which it must have."""
+        return next(event.at for event in self.events if isinstance(event, StateChanged) and event.after.name == state)
+
     @property
     def id(self) -> str:
         """Of its registration."""
@@ -448,32 +452,21 @@ class TestTogether:
     async def test_all_routes_are_lost_at_once_one_is_tried_first_and_then_all_serve_again(
         self, service: FakePrime
     ) -> None:
-        benches = [Bench(service, idle_spacing=3600.0, follow_gap=0.2) for _ in range(5)]
+        # What a busy machine must not outlast is left as it is: the span in which all turn suspect, the canary's time.
+        slow = {"siblings_window": 30.0, "canary_waits": (60.0,), "no_route": Repeats(3, 1.0), "restart_timeout": 60.0}
+        benches = [Bench(service, idle_spacing=3600.0, follow_gap=0.2, **slow) for _ in range(5)]
         async with contextlib.AsyncExitStack() as stack:
             for bench in benches:
                 await stack.enter_async_context(bench.exposed())
             service.lose_route_everywhere()
             for bench in benches:
                 bench.tunnel.report("404")
-            await until(lambda: sum(bench.count(Restarted) for bench in benches) == 1, LONG)
-            [canary] = [bench for bench in benches if bench.count(Restarted)]
             for bench in benches:
                 await bench.mended()
             assert [service.logins(bench.id) for bench in benches] == [2] * 5
-            served = next(
-                event.at for event in canary.events if isinstance(event, StateChanged) and event.after.name == "serving"
-            )
-            others = sorted(
-                event.at
-                for bench in benches
-                if bench is not canary
-                for event in bench.events
-                if isinstance(event, Restarted)
-            )
-            assert len(others) == 4
-            assert others[0] >= served
-            # One after the other; each takes its own time to be carried out.
-            assert others[-1] - others[0] >= 2 * 0.2
+            tried = sorted(benches, key=lambda bench: bench.first("restarting"))
+            # The others' time comes only once the canary serves again.
+            assert tried[0].first("serving") <= tried[1].first("restarting")
 
 
 class TestTheServer:

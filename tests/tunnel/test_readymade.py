@@ -110,6 +110,26 @@ def test_a_token_is_in_no_argument_and_no_repr() -> None:
     assert "a-token-of-mine" not in repr(config) + " ".join(config.command)
 
 
+@pytest.mark.parametrize("destination", ["", "-oProxyCommand=touch /tmp/x"])
+def test_a_destination_that_ssh_would_take_for_an_option_is_refused(destination: str) -> None:
+    with pytest.raises(ValueError, match="not a destination"):
+        readymade.ssh(destination, url="http://a.example", remote_port=1)
+
+
+def test_a_name_that_looks_like_an_option_stays_a_value() -> None:
+    assert readymade.localtunnel(subdomain="--host").command[-1] == "--subdomain=--host"
+    assert "--url=--log" in readymade.ngrok(url="--log").command
+
+
+@pytest.mark.parametrize("ready_made", ALL)
+def test_no_output_keeps_a_pattern_busy(ready_made: Callable[[], CommandTunnelConfig]) -> None:
+    """A gap without a bound takes the square of the line's length, and the event loop stands still meanwhile."""
+    config = ready_made()
+    for pattern in filter(None, (config.url_pattern, config.ready_pattern, config.gone_pattern)):
+        assert ".*" not in pattern
+        assert ".+" not in pattern
+
+
 def test_options_of_ssh_win_over_ours() -> None:
     config = readymade.ssh("relay", url="http://a.example", remote_port=1, options=("-o", "ServerAliveInterval=9"))
     assert config.command.index("ServerAliveInterval=9") < config.command.index("ServerAliveInterval=3")

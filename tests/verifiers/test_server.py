@@ -49,6 +49,17 @@ async def test_a_server_keeps_the_form_that_verifiers_reads(endpoint: Endpoint, 
     await server.stop()
 
 
+async def test_a_session_that_is_in_use_is_refused_and_goes_on(endpoint: Endpoint, tmp_path: Path) -> None:
+    session = session_of(config(endpoint, tmp_path, "echo_words"))
+    async with InterceptionServer() as one, InterceptionServer() as other:
+        async with one.acquire(session):
+            for server in (one, other):
+                with pytest.raises(ValueError, match="in use already"):
+                    server.register(session)
+            assert (one.load, other.load, session.released) == (1, 0, False)
+        other.unregister(*other.register(session))
+
+
 async def test_a_version_that_moved_the_seam_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(self: Any) -> None: ...
 

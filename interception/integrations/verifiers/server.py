@@ -173,9 +173,14 @@ class Member(Stock):  # type: ignore[misc] # untyped
         return self.tunnel is not None and self.tunnel.queued
 
     def register(self, session: RolloutSession) -> tuple[str, str]:
-        """The model secret and the state secret of a new rollout; `TunnelError` when not healthy."""
+        """The model secret and the state secret of a new rollout; `TunnelError` when not healthy.
+
+        `ValueError` for one that is registered already, here or on another server: whichever left first would end it.
+        """
         if self.lost is not None:
             raise TunnelError(str(self.lost)) from self.lost
+        if (watched := watch_of(session.trace.id)) is not None and watched.session is session:
+            raise ValueError(f"the session of trace {session.trace.id} is in use already: acquire it once at a time")
         pair: tuple[str, str] = super().register(session)
         watch(Watch(session, self._way))
         return pair
