@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import aiohttp
 
-from interception.dialects.base import Phase, read_error
+from interception.dialects.base import Phase, Stream, read_error
 from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
 from interception.session import RolloutSession
-from interception.sse import SseEvent, SseParser, dumps, loads
+from interception.sse import SseEvent, SseParser, dumps, end_of_plain, loads
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
@@ -102,45 +102,30 @@ class AnswerReader:
     async def _stream(self, response: UpstreamAnswer) -> None:
         call, exchange = self._call, self._exchange
         stream = call.new_stream()
-        parser = SseParser()
+        reading = _Reading(stream, call.withhold_usage)
+        free, held = reading.free, reading.held
+        content = response.content
         # A response hook sees the whole answer before anybody else does.
         hooked = bool(self._session.on_response)
         if not hooked:
             exchange.began(response.status, response.headers, stream)
         else:
             exchange.attempt.status, exchange.attempt.first_byte = response.status, time.time()
-        free: list[bytes] = []
-        """What readers may have."""
-        held: list[bytes] = []
-        """What they may not have yet: from the first event on at which a client may stop."""
-        begun = False
-        phase = Phase.OPEN
         broken: Exception | None = None
-        while phase in (Phase.OPEN, Phase.CLOSING):
+        phase = Phase.OPEN
+        while phase is Phase.OPEN or phase is Phase.CLOSING:
             try:
-                chunk = await self._next(response, self._policy.hold if phase is Phase.CLOSING else None)
+                if phase is Phase.OPEN:
+                    chunk = await content.readany()
+                else:
+                    async with asyncio.timeout(self._policy.hold):
+                        chunk = await content.readany()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            for number, events in enumerate(_batches(parser, chunk)):
-                if number:
-                    await asyncio.sleep(0)
-                at = 0
-                while at < len(events) and stream.phase is not Phase.FAILED:
-                    if phase is Phase.OPEN and (repeated := stream.repeats(events[at:])):
-                        begun = True
-                        free += [event.raw for event in events[at : at + repeated]]
-                        at += repeated
-                        continue
-                    event = events[at]
-                    at += 1
-                    phase = stream.feed(event)
-                    # Comments and the like are no beginning: what follows them may still be an error with a status.
-                    begun = begun or (phase is Phase.OPEN and event.data is not None)
-                    if not (call.withhold_usage and stream.usage_chunk(event)):
-                        (free if phase is Phase.OPEN else held).append(event.raw)
-                if stream.phase is Phase.FAILED:
-                    break
-            if begun and not hooked:
+            for _ in reading.take(chunk):
+                await asyncio.sleep(0)
+            phase = stream.phase
+            if free and reading.begun and not hooked:
                 exchange.release(b"".join(free))
                 free.clear()
             if not chunk:
@@ -148,7 +133,7 @@ class AnswerReader:
         if phase is Phase.FAILED:
             message = self._session.upstream.redacted(stream.error() or "the upstream's stream said that it failed")
             self._note(stream.response(), whole=False)
-            relayed = begun and not hooked
+            relayed = reading.begun and not hooked
             if relayed:
                 exchange.release(self._redacted(b"".join(held)))
             # Some errors the SDKs read past: those are told again, in a shape they raise for.
@@ -166,22 +151,16 @@ class AnswerReader:
         if hooked:
             exchange.began(response.status, response.headers, stream)
         exchange.release(b"".join(free + held), terminal=True)
-        if phase is Phase.CLOSING and changed is None and not response.content.at_eof():
-            await self._rest(response, parser, stream.usage_chunk)
+        if phase is Phase.CLOSING and changed is None and not content.at_eof():
+            await self._rest(content, reading)
 
-    async def _next(self, response: UpstreamAnswer, timeout: float | None) -> bytes:
-        if timeout is None:
-            return await response.content.readany()
-        async with asyncio.timeout(timeout):
-            return await response.content.readany()
-
-    async def _rest(self, response: UpstreamAnswer, parser: SseParser, usage_chunk: Callable[[SseEvent], bool]) -> None:
+    async def _rest(self, content: aiohttp.StreamReader, reading: "_Reading") -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
-            while chunk := await response.content.readany():
+            while chunk := await content.readany():
                 shown: list[bytes] = []
-                for events in _batches(parser, chunk):
-                    shown += [e.raw for e in events if not (self._call.withhold_usage and usage_chunk(e))]
+                for start in range(0, len(chunk), SLICE):
+                    shown += reading.unread(chunk[start : start + SLICE])
                     await asyncio.sleep(0)
                 self._exchange.release(b"".join(shown))
         except (TimeoutError, aiohttp.ClientError, OSError):
@@ -239,16 +218,91 @@ class AnswerReader:
         return Failure(status, f"the upstream answered {status}: {excerpt(body)}", kept)
 
 
-def _batches(parser: SseParser, chunk: bytes) -> Iterator[list[SseEvent]]:
-    """The events that `chunk` completes, no more at a time than may be read without letting others run; for an empty
-    one what the stream ended with."""
-    if not chunk:
-        yield list(_rest_of(parser))
-        return
-    for start in range(0, len(chunk), SLICE):
-        events = parser.feed(chunk[start : start + SLICE])
-        for first in range(0, len(events), BATCH):
-            yield events[first : first + BATCH]
+class _Reading:
+    """A stream as it is read, and what readers may have of it."""
+
+    __slots__ = ("_parser", "_stream", "_withhold_usage", "begun", "free", "held")
+
+    def __init__(self, stream: Stream, withhold_usage: bool) -> None:
+        self._stream = stream
+        self._withhold_usage = withhold_usage
+        self._parser = SseParser()
+        self.free: list[bytes] = []
+        """What readers may have."""
+        self.held: list[bytes] = []
+        """What they may not have yet: from the first event on at which a client may stop."""
+        self.begun = False
+        """Whether an event has come. Comments and the like are none: what follows them may still be an error with a
+        status."""
+
+    def take(self, chunk: bytes) -> Iterator[None]:
+        """Read the events that `chunk` completes, up to one that says that the stream failed; of an empty chunk, which
+        is its end, what it ended with. At each step others may run."""
+        stream = self._stream
+        if not chunk:
+            yield from self._each([*_rest_of(self._parser)])
+        for start in range(0, len(chunk), SLICE):
+            if start:
+                yield
+            piece = chunk[start : start + SLICE]
+            plain = self._parser.plain(piece)
+            if plain is None:
+                yield from self._each(self._parser.by_lines(piece))
+            elif plain:
+                at = stream.repeats(plain) if stream.phase is Phase.OPEN else 0
+                if at:
+                    self.begun = True
+                    self.free.append(plain[:at])
+                if at < len(plain):
+                    yield from self._plain(plain, at)
+
+    def unread(self, piece: bytes) -> list[bytes]:
+        """What readers may have of `piece`, once the answer is whole."""
+        events = self._parser.feed(piece)
+        return [event.raw for event in events if not (self._withhold_usage and self._stream.usage_chunk(event))]
+
+    def _plain(self, data: bytes, at: int) -> Iterator[None]:
+        stream = self._stream
+        looked_at = 0
+        while at < len(data) and stream.phase is not Phase.FAILED:
+            if stream.phase is Phase.OPEN and (repeated := stream.repeats(data, at)):
+                self.begun = True
+                self.free.append(data[at : at + repeated])
+                at += repeated
+            else:
+                end = end_of_plain(data, at)
+                self._look_at(SseEvent(data[at:end]))
+                at = end
+                looked_at += 1
+                if looked_at % BATCH == 0:
+                    yield
+
+    def _each(self, events: list[SseEvent]) -> Iterator[None]:
+        stream = self._stream
+        data = b"".join([event.raw for event in events])
+        at = number = 0
+        while number < len(events) and stream.phase is not Phase.FAILED:
+            end = at + stream.repeats(data, at) if stream.phase is Phase.OPEN else at
+            if end > at:
+                self.begun = True
+                self.free.append(data[at:end])
+                while at < end:
+                    at += len(events[number].raw)
+                    number += 1
+            else:
+                self._look_at(events[number])
+                at += len(events[number].raw)
+                number += 1
+                if number % BATCH == 0:
+                    yield
+
+    def _look_at(self, event: SseEvent) -> None:
+        stream = self._stream
+        phase = stream.feed(event)
+        if phase is Phase.OPEN:
+            self.begun = stream.events > 0
+        if not (self._withhold_usage and stream.usage_chunk(event)):
+            (self.free if phase is Phase.OPEN else self.held).append(event.raw)
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:

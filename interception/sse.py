@@ -59,7 +59,7 @@ class SseEvent:
         """False for the rest of a stream that ends without a blank line: SDKs drop such an event, and what is sent
         after its `raw` would become a part of it."""
         self._bom = bom
-        self._fields: tuple[str | None, str | None, str | None] | None = None
+        self._fields: tuple[str | None, bytes | None, str | None] | None = None
         self._json: Any = _UNREAD
 
     @property
@@ -69,7 +69,7 @@ class SseEvent:
     @property
     def data(self) -> str | None:
         """Lines joined by a newline; what is not UTF-8 is replaced."""
-        return self._read()[1]
+        return _text(self._read()[1])
 
     @property
     def id(self) -> str | None:
@@ -79,17 +79,10 @@ class SseEvent:
     def json(self) -> Json | None:
         """`data` as a JSON object, parsed once; None if it is none."""
         if self._json is _UNREAD:
-            value = None
-            # Nothing else is an object; `[DONE]`, the end of each stream, would be tried by two parsers.
-            if self.data is not None and self.data.lstrip().startswith("{"):
-                try:
-                    value = loads(self.data)
-                except ValueError:
-                    value = None
-            self._json = value if isinstance(value, dict) else None
+            self._json = _object((self._fields or self._read())[1])
         return self._json  # type: ignore[no-any-return]
 
-    def _read(self) -> tuple[str | None, str | None, str | None]:
+    def _read(self) -> tuple[str | None, bytes | None, str | None]:
         if self._fields is None:
             self._fields = _fields(self.raw.removeprefix(self._bom))
         return self._fields
@@ -120,15 +113,37 @@ class SseParser:
         self._started = False
         self._bom = b""  # of the stream, while its first block is read
 
+    def plain(self, chunk: bytes) -> bytes | None:
+        """The events that `chunk` completes, in a row, where blank lines (two LFs) alone cut the stream there; None
+        where they do not: then nothing has been taken of it, and it is for `by_lines`."""
+        if not self._plain(chunk):
+            return None
+        data = bytes(self._raw) + chunk if self._raw else chunk
+        end = data.rfind(b"\n\n") + 2
+        if end == 1:
+            end = 0
+        if end < len(data) or self._raw:
+            self._raw[:] = data[end:]
+            self._line = self._raw.rfind(b"\n") + 1
+        self._started = True
+        return data[:end]
+
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
+        plain = self.plain(chunk)
+        if plain is None:
+            return self.by_lines(chunk)
         events: list[SseEvent] = []
-        if self._plain(chunk):
-            *blocks, rest = (bytes(self._raw) + chunk).split(b"\n\n")
-            self._raw[:] = rest
-            self._line = rest.rfind(b"\n") + 1
-            self._started = True
-            return [SseEvent(block + b"\n\n") for block in blocks]
+        at = 0
+        while at < len(plain):
+            end = end_of_plain(plain, at)
+            events.append(SseEvent(plain[at:end]))
+            at = end
+        return events
+
+    def by_lines(self, chunk: bytes) -> list[SseEvent]:
+        """The same for one that is not `plain`."""
+        events: list[SseEvent] = []
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
         for number, piece in enumerate(pieces, 1):
@@ -143,15 +158,15 @@ class SseParser:
         return [self._cut(complete=blank)] if self._raw else []
 
     def _plain(self, chunk: bytes) -> bool:
-        """Whether blank lines alone cut the stream here: it has LFs, and no blank line follows upon another."""
+        """Whether blank lines alone cut the stream here: it has LFs alone, and does not begin with a blank line."""
         return not (
             b"\r" in chunk
             or self._held
             or self._after_cr
             or self._bom
             or len(self._raw) > MERGED
+            or self._raw.startswith(b"\n")
             or (not self._started and (self._raw or not chunk.startswith((b"data:", b"event:"))))
-            or b"\n\n\n" in chunk
             or (chunk.startswith(b"\n") and self._line == len(self._raw))
         )
 
@@ -195,11 +210,24 @@ class SseParser:
         return event
 
 
-def _fields(block: bytes) -> tuple[str | None, str | None, str | None]:
+def end_of_plain(data: bytes, at: int) -> int:
+    """Where the event ends that begins at `at` in what `SseParser.plain` gave. A blank line that follows upon another
+    is one by itself."""
+    return at + 1 if data.startswith(b"\n", at) else data.index(b"\n\n", at) + 2
+
+
+def _fields(block: bytes) -> tuple[str | None, bytes | None, str | None]:
     """Its event, its data and its id."""
-    if block.startswith(b"data: ") and block.endswith(b"\n\n") and len(block.splitlines()) == 2:
-        return None, _text(block[6:-2]), None  # nearly all are like this
     name: bytes | None = None
+    # Nearly all are one line of data, or one after a name.
+    if b"\r" not in block and block.endswith(b"\n\n"):
+        at = 0
+        if block.startswith(b"event: "):
+            at = block.index(b"\n") + 1
+            name = block[7 : at - 1]
+        if block.startswith(b"data: ", at) and block.index(b"\n", at) == len(block) - 2:
+            return _text(name), block[at + 6 : -2], None
+        name = None
     id: bytes | None = None
     data: list[bytes] = []
     for line in block.splitlines():
@@ -211,7 +239,21 @@ def _fields(block: bytes) -> tuple[str | None, str | None, str | None]:
             name = value
         elif field_name == b"id" and b"\0" not in value:
             id = value
-    return _text(name), _text(b"\n".join(data) if data else None), _text(id)
+    return _text(name), b"\n".join(data) if data else None, _text(id)
+
+
+def _object(data: bytes | None) -> Json | None:
+    # Nothing else is an object; `[DONE]`, the end of each stream, would be tried by two parsers.
+    if data is None or not data.lstrip().startswith(b"{"):
+        return None
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            value = loads(data.decode("utf-8", "replace"))
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
 
 
 def _text(value: bytes | None) -> str | None:

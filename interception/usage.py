@@ -28,8 +28,10 @@ def usage_of(
     input_tokens: object, output_tokens: object, total: object, cached: object, reasoning: object
 ) -> Usage | None:
     """The usage made of an answer's fields, each of which may be missing or of any type; None if none is known."""
-    given, made = count(input_tokens), count(output_tokens)
-    summed = None if given is None or made is None else given + made
-    known = count(total)
-    usage = Usage(given, made, summed if known is None else known, count(cached), count(reasoning))
-    return None if usage == Usage(None, None, None) else usage
+    given, made, known = count(input_tokens), count(output_tokens), count(total)
+    read, thought = count(cached), count(reasoning)
+    if given is made is known is read is thought is None:
+        return None
+    if known is None and given is not None and made is not None:
+        known = given + made
+    return Usage(given, made, known, read, thought)

@@ -3,12 +3,11 @@
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-import orjson
-
+from interception.dialects.refrain import Path, Refrain
 from interception.sse import Json, SseEvent, loads
 from interception.usage import Usage
 
@@ -16,12 +15,7 @@ COMMENT: Final = b": k\n"
 """A keepalive all SSE readers drop. No blank line of its own: after an `id:` line that would be an empty event."""
 
 REFRAINS: Final = 16
-"""Events of a stream in which it is looked for a refrain: some have a number in each, and none."""
-
-PROBE: Final = b"?!"
-
-Path = tuple[str | int, ...]
-"""Keys and indices that lead to a value of an event."""
+"""Events of a stream in which it is looked for a refrain in vain: some have a number in each, and none."""
 
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
@@ -40,76 +34,13 @@ class Phase(enum.Enum):
         return self in (Phase.DONE, Phase.FAILED)
 
 
-class Refrain:
-    """An event that comes again and again, each time with another text in one place: most of a stream.
-
-    What follows it is told by its bytes alone, and only those texts are read: a tenth of what whole events take.
-    """
-
-    __slots__ = ("_pieces", "_prefix", "_suffix")
-
-    def __init__(self, prefix: bytes, suffix: bytes, pieces: list[str]) -> None:
-        self._prefix = prefix  # with the quotes of the text
-        self._suffix = suffix
-        self._pieces = pieces
-
-    @classmethod
-    def of(cls, event: SseEvent, path: Path, pieces: list[str]) -> "Refrain | None":
-        """That of `event`, whose text is found by `path`, and whose later texts go to `pieces`. None if it is not sure
-        where in the event's bytes the text stands."""
-        text = _at(event.json, path)
-        if text == PROBE.decode():
-            return None
-        try:
-            literal = orjson.dumps(text)
-        except orjson.JSONEncodeError:  # half a surrogate pair
-            return None
-        place = b'"%b":' % str(path[-1]).encode()
-        start = event.raw.rfind(place) + len(place)
-        start += event.raw[start : start + 1] == b" "
-        if start < len(place) or not event.raw.startswith(literal, start):
-            return None
-        prefix, suffix = event.raw[:start] + b'"', b'"' + event.raw[start + len(literal) :]
-        # Another text in this place is found by the path: it is the place.
-        probed = SseEvent(prefix + PROBE + suffix).json
-        return cls(prefix, suffix, pieces) if _at(probed, path) == PROBE.decode() else None
-
-    def taken(self, events: Sequence[SseEvent]) -> int:
-        """How many of the first of `events` are it again; their texts are with the pieces then."""
-        prefix, suffix = self._prefix, self._suffix
-        start, end = len(prefix), -len(suffix)
-        least = start - end
-        written: list[bytes] = []
-        for event in events:
-            raw = event.raw
-            text = raw[start:end]
-            # Shorter ones have both only where these overlap.
-            if not raw.startswith(prefix) or not raw.endswith(suffix) or b'"' in text or len(raw) < least:
-                break
-            written.append(text)
-        if not written:
-            return 0
-        try:
-            texts = orjson.loads(b'["%b"]' % b'","'.join(written))
-        except orjson.JSONDecodeError:
-            return 0
-        if len(texts) != len(written):
-            return 0
-        self._pieces += texts
-        return len(texts)
-
-
-def _at(value: Any, path: Path) -> Any:
-    try:
-        for key in path:
-            value = value[key]
-    except (LookupError, TypeError):
-        return None
-    return value
-
-
 class Stream(ABC):
     """Reads one streamed answer. Nothing in it raises for what the upstream sent, however odd."""
+
+    idle: tuple[str, ...] = ()
+    """Fields of an event that may have another value each time, of which the answer has nothing."""
+    padded = False
+    """Whether events may end with blanks of any number."""
 
     def __init__(self) -> None:
         self.phase = Phase.OPEN
@@ -121,24 +52,29 @@ class Stream(ABC):
         self._refrain: Refrain | None = None
         self._refrains_left = REFRAINS
 
-    def repeats(self, events: Sequence[SseEvent]) -> int:
-        """Take those of the first of `events` that are the last one again with another text: an open stream stays open
-        with them. How many there are."""
-        if self._refrain is None:
+    def repeats(self, data: bytes, at: int = 0) -> int:
+        """Take those events from `at` on, where one begins, that are the last one again with another text: an open
+        stream stays open with them. How many bytes of `data` they are."""
+        refrain = self._refrain
+        if refrain is None or not (taken := refrain.taken(data, at)):
             return 0
-        taken = self._refrain.taken(events)
-        self.events += taken
+        self.events += refrain.count
+        if not refrain.tried:
+            refrain.tried = True
+            self._refrains_left += 1  # not in vain
         return taken
 
     def feed(self, event: SseEvent) -> Phase:
         """Take the next event, and say how far the answer has come with it. DONE and FAILED are final."""
-        if event.data is not None:
+        payload = event.json
+        if payload is not None or event.data is not None:
             self.events += 1
             self._refrain = None
             if not self.phase.ended:
-                phase = self._read(event, event.data)
+                phase = self._read(event, payload)
                 # Closing lasts until the end, whatever else comes.
-                self.phase = self.phase if phase is Phase.OPEN else phase
+                if phase is not Phase.OPEN:
+                    self.phase = phase
         return self.phase
 
     @abstractmethod
@@ -162,15 +98,15 @@ class Stream(ABC):
         return False
 
     @abstractmethod
-    def _read(self, event: SseEvent, data: str) -> Phase:
-        """Take an event with data; the phase it brings about, OPEN if it changes none."""
+    def _read(self, event: SseEvent, payload: Json | None) -> Phase:
+        """Take an event with data, which is `payload` if it is an object; the phase it brings about, OPEN if none."""
 
     def _may_repeat(self, event: SseEvent, path: Path, pieces: object) -> None:
         """`event` added nothing but the text that is found by `path` to `pieces`, and had it nothing but another text,
-        the same would hold."""
+        and other values in what is `idle`, the same would hold."""
         if self._refrains_left and isinstance(pieces, Pieces):
             self._refrains_left -= 1
-            self._refrain = Refrain.of(event, path, pieces)
+            self._refrain = Refrain.of(event, path, self.idle, pieces, padded=self.padded)
 
     def _failed(self, error: Json | None, text: str, *, shown: bool) -> Phase:
         """`error`: the object that has the error, or is one; `text`: what came, should there be no message in it."""
@@ -398,13 +334,13 @@ def extend(into: Json, name: str, values: object) -> None:
 
 def joined(fields: Mapping[str, Any]) -> Json:
     """A copy of `fields` with its pieces and parts put together."""
-    return {name: _put_together(value) for name, value in fields.items()}
-
-
-def _put_together(value: Any) -> Any:
-    if isinstance(value, Pieces):
-        return "".join(value)
-    return list(value) if isinstance(value, Parts) else value
+    whole = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, Pieces):
+            whole[name] = "".join(value)
+        elif isinstance(value, Parts):
+            whole[name] = list(value)
+    return whole
 
 
 def obj(value: object) -> Json:

@@ -18,6 +18,7 @@ from interception.dialects.base import (
     put,
     text,
 )
+from interception.dialects.refrain import Path
 from interception.sse import Json, SseEvent, sse
 from interception.usage import Usage, usage_of
 
@@ -31,10 +32,16 @@ NESTED_TEXTS: Final = {
     "audio": frozenset({"data", "transcript"}),
 }
 """Objects of a message that come in pieces."""
+ARGUMENTS: Final = ("tool_calls", 0, "function", "arguments")
+"""Where they are in the delta of one call."""
 DETAIL_TEXTS: Final = frozenset({"text", "summary", "data"})
 
 HEAD: Final = ("id", "object", "created", "model", "service_tier", "system_fingerprint")
 """What every chunk repeats; of the rest, prompts' token ids among it, once is enough."""
+
+PADDING: Final = "obfuscation"
+"""A field of OpenAI's chunks, by which their lengths tell nothing: no part of the answer."""
+NOT_KEPT: Final = frozenset({"choices", "error", PADDING})
 
 
 class ChatCompletions(OpenAI):
@@ -91,52 +98,58 @@ class ChatCompletions(OpenAI):
 class ChatStream(Stream):
     """Closing with the chunk that gives the last of `choices` its finish reason; done with `[DONE]`."""
 
+    idle = (PADDING,)
+
     def __init__(self, choices: int = 1) -> None:
         super().__init__()
         self._expected = choices
         self._top: Json = {}
         self._choices: dict[int, _Choice] = {}
 
-    def _read(self, event: SseEvent, data: str) -> Phase:
-        chunk = event.json
-        shown = bool(chunk and chunk.get("error"))
-        failed = shown or event.event == "error" or (chunk or {}).get("object") == "error"  # the latter: vLLM of old
+    def _read(self, event: SseEvent, payload: Json | None) -> Phase:
+        chunk = payload or {}
+        shown = bool(chunk.get("error"))
+        failed = shown or event.event == "error" or chunk.get("object") == "error"  # the latter: vLLM of old
         if failed:
-            self._failed(chunk, data, shown=shown)
-        if chunk is None:
+            self._failed(payload, event.data or "", shown=shown)
+        if payload is None:
             if failed:
                 return Phase.FAILED
             # Of nothing there is no end: a stream of `[DONE]` alone broke off.
-            return Phase.DONE if data.strip() == "[DONE]" and self._choices else Phase.OPEN
+            return Phase.DONE if self._choices and (event.data or "").strip() == "[DONE]" else Phase.OPEN
+        top = self._top
         for name, value in chunk.items():
-            if name not in ("choices", "error"):
-                put(self._top, name, value)
-        for part in objs(chunk.get("choices")):
-            index = index_of(part.get("index"))
-            if index not in self._choices:
-                self._choices[index] = _Choice(index)
-            self._choices[index].add(part)
+            if name not in NOT_KEPT and ((value is not None and value != "") or name not in top):
+                top[name] = value  # as `put` would
+        parts = chunk.get("choices")
+        part: object = None
+        if isinstance(parts, list):
+            for part in parts:
+                if isinstance(part, dict):
+                    index = index_of(part.get("index"))
+                    choice = self._choices.get(index)
+                    if choice is None:
+                        choice = self._choices[index] = _Choice(index)
+                    choice.add(part)
         if failed:
             return Phase.FAILED
-        finished = bool(self._choices) and all(choice.finished for choice in self._choices.values())
-        if finished and len(self._choices) >= self._expected:
+        if self._finished():
             return Phase.CLOSING
-        self._look_for_refrain(event, chunk)
+        if self._refrains_left and isinstance(part, dict) and len(parts or ()) == 1:
+            # It may be a chunk that adds a piece of text and nothing else: all else of it is put, again or once.
+            path = _adds_only_text(part)
+            if path:
+                index = index_of(part.get("index"))
+                self._may_repeat(
+                    event, ("choices", 0, "delta", *path), self._choices[index].so_far(part["delta"], path)
+                )
         return Phase.OPEN
 
-    def _look_for_refrain(self, event: SseEvent, chunk: Json) -> None:
-        """A chunk of one choice that adds a piece of text and nothing else: all else of it is put, again or once."""
-        parts = chunk.get("choices")
-        if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
-            return
-        delta = obj(parts[0].get("delta"))
-        added = [name for name, value in delta.items() if value and name != "role"]
-        others = [value for name, value in parts[0].items() if name != "delta"]
-        if len(added) != 1 or added[0] not in MESSAGE_TEXTS or any(isinstance(value, dict | list) for value in others):
-            return
-        if isinstance(delta[added[0]], str):
-            choice = self._choices[index_of(parts[0].get("index"))]
-            self._may_repeat(event, ("choices", 0, "delta", added[0]), choice.so_far(added[0]))
+    def _finished(self) -> bool:
+        for choice in self._choices.values():
+            if not choice.finished:
+                return False
+        return bool(self._choices) and len(self._choices) >= self._expected
 
     def response(self) -> Json | None:
         if not self._choices and (not self._top or self.phase is Phase.FAILED):
@@ -164,20 +177,25 @@ class _Choice:
     def finished(self) -> bool:
         return bool(self._fields.get("finish_reason"))
 
-    def so_far(self, name: str) -> object:
-        """What there is of a field of the message."""
-        return self._message.get(name)
+    def so_far(self, delta: Json, path: Path) -> object:
+        """What there is of the text to which `delta` added what is found in it by `path`."""
+        if path == ARGUMENTS:
+            return obj(self._call_of(delta["tool_calls"][0]).get("function")).get("arguments")
+        return self._message.get(str(path[0]))
 
     def add(self, part: Json) -> None:
+        fields = self._fields
         for name, value in part.items():
+            if name == "index" or name == "delta" or name == "message":
+                continue
             if name == "logprobs" and isinstance(value, dict):
-                self._fields[name] = self._logprobs
+                fields[name] = self._logprobs
                 for kind, values in value.items():
                     extend(self._logprobs, kind, values)
             elif name == "token_ids":
-                extend(self._fields, name, value)
-            elif name not in ("index", "delta", "message"):
-                put(self._fields, name, value)
+                extend(fields, name, value)
+            elif (value is not None and value != "") or name not in fields:
+                fields[name] = value  # as `put` would
         # A server may answer with a whole message in place of a delta.
         self._add_delta(obj(part.get("delta")) or obj(part.get("message")))
 
@@ -242,6 +260,37 @@ class _Choice:
         if self._logprobs:
             whole["logprobs"] = joined(self._logprobs)
         return whole
+
+
+def _adds_only_text(part: Json) -> Path:
+    """Where in the delta of `part` the one text is that is all it adds; empty if it may be more, or less."""
+    for name, value in part.items():
+        if isinstance(value, dict | list) and name != "delta":
+            return ()
+    delta = part.get("delta")
+    if not isinstance(delta, dict):
+        return ()
+    added = ""
+    for name, value in delta.items():
+        if value and name != "role":
+            if added:
+                return ()
+            added = name
+    if added in MESSAGE_TEXTS:
+        return (added,) if isinstance(delta[added], str) else ()
+    if added != "tool_calls":
+        return ()
+    calls = delta[added]
+    call = calls[0] if isinstance(calls, list) and len(calls) == 1 else None
+    if not isinstance(call, dict):
+        return ()
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str) or not function["arguments"]:
+        return ()
+    others = [value for name, value in (*call.items(), *function.items()) if name not in ("function", "arguments")]
+    if "input" in function or any(isinstance(value, dict | list) for value in others):
+        return ()
+    return ARGUMENTS
 
 
 def _name(call: Json) -> object:

@@ -7,6 +7,7 @@ from interception.dialects.base import (
     NO_HEADERS,
     Common,
     Phase,
+    Pieces,
     Stream,
     extend,
     index_of,
@@ -34,6 +35,7 @@ KINDS: Final = {
 
 PIECES: Final = {"text_delta": "text", "thinking_delta": "thinking"}
 """The field of a delta that goes on with what was there. Of all others the last value wins, signatures among them."""
+REPEATED: Final = {**PIECES, "input_json_delta": "partial_json"}
 
 
 class Messages(Common):
@@ -83,19 +85,20 @@ class Messages(Common):
 class MessagesStream(Stream):
     """Closing with the `message_delta` that has a stop reason; done with `message_stop`."""
 
+    padded = True
+
     def __init__(self) -> None:
         super().__init__()
         self._message: Json | None = None
         self._usage: Json = {}
         self._blocks: dict[int, _Block] = {}
 
-    def _read(self, event: SseEvent, data: str) -> Phase:
-        payload = event.json
+    def _read(self, event: SseEvent, payload: Json | None) -> Phase:
         kind = text((payload or {}).get("type")) or event.event
         if payload is None:
-            return self._failed(None, data, shown=True) if kind == "error" else Phase.OPEN
+            return self._failed(None, event.data or "", shown=True) if kind == "error" else Phase.OPEN
         if kind == "error" or (kind is None and payload.get("error")):
-            return self._failed(payload, data, shown=event.event == "error")
+            return self._failed(payload, event.data or "", shown=event.event == "error")
         if kind == "message_start":
             self._message = dict(obj(payload.get("message")))
             self._usage = dict(obj(self._message.get("usage")))
@@ -105,8 +108,10 @@ class MessagesStream(Stream):
             block = self._blocks.setdefault(index_of(payload.get("index")), _Block({}))
             delta = obj(payload.get("delta"))
             block.add(delta)
-            if len(delta) == 2 and (name := PIECES.get(str(delta.get("type")))) and isinstance(delta.get(name), str):
-                self._may_repeat(event, ("delta", name), block.so_far(name))
+            if self._refrains_left and len(delta) == 2:
+                name = REPEATED.get(str(delta.get("type")), "")
+                if delta.get(name) and isinstance(delta[name], str):
+                    self._may_repeat(event, ("delta", name), block.so_far(name))
         elif kind == "message_delta":
             return self._read_end(payload)
         elif kind == "message_stop":
@@ -138,11 +143,11 @@ class _Block:
 
     def __init__(self, start: Json) -> None:
         self._fields = dict(start)
-        self._input: list[str] = []
+        self._input = Pieces()
 
     def so_far(self, name: str) -> object:
-        """What there is of one of its fields."""
-        return self._fields.get(name)
+        """What there is of what a field of deltas goes on with."""
+        return self._input if name == "partial_json" else self._fields.get(name)
 
     def add(self, delta: Json) -> None:
         kind = str(delta.get("type"))

@@ -111,6 +111,8 @@ class Responses(OpenAI):
 class ResponsesStream(Stream):
     """Done with `response.completed` or `response.incomplete`; there is no phase of closing."""
 
+    idle = ("obfuscation", "sequence_number")
+
     def __init__(self, model: str = "") -> None:
         super().__init__()
         self._model = model
@@ -119,14 +121,19 @@ class ResponsesStream(Stream):
         self._sequence = -1
         self._placeholder: Json | None = None
 
-    def _read(self, event: SseEvent, data: str) -> Phase:
-        payload = event.json
+    def repeats(self, data: bytes, at: int = 0) -> int:
+        taken = super().repeats(data, at)
+        if taken and self._refrain is not None:
+            self._sequence = max(self._sequence, self._refrain.greatest)
+        return taken
+
+    def _read(self, event: SseEvent, payload: Json | None) -> Phase:
         kind = text((payload or {}).get("type")) or event.event or ""
         if payload is None:
-            return self._failed(None, data, shown=True) if kind == "error" else Phase.OPEN
+            return self._failed(None, event.data or "", shown=True) if kind == "error" else Phase.OPEN
         self._sequence = max(self._sequence, index_of(payload.get("sequence_number"), -1))
         if kind == "error" or (payload.get("error") and not kind.startswith("response.")):
-            return self._failed(payload, data, shown=True)
+            return self._failed(payload, event.data or "", shown=True)
         response = payload.get("response")
         if isinstance(response, dict):
             self._snapshot = response
@@ -134,10 +141,15 @@ class ResponsesStream(Stream):
             return self._failed(obj(obj(response).get("error")), "the response failed", shown=True)
         if kind in ("response.completed", "response.incomplete"):
             return Phase.DONE
-        self._read_item(kind, payload)
+        item = self._read_item(kind, payload)
+        if item is not None and self._refrains_left and kind.endswith(".delta") and not isinstance(response, dict):
+            delta = payload.get("delta")
+            if delta and isinstance(delta, str) and not payload.get("logprobs"):
+                self._may_repeat(event, ("delta",), item.so_far(kind.removesuffix(".delta"), payload))
         return Phase.OPEN
 
-    def _read_item(self, kind: str, payload: Json) -> None:
+    def _read_item(self, kind: str, payload: Json) -> "_Item | None":
+        """The item of which the event tells a part."""
         subject, _, verb = kind.rpartition(".")
         if subject == "response.output_item":
             if isinstance(payload.get("item"), dict):
@@ -147,6 +159,8 @@ class ResponsesStream(Stream):
             if index not in self._items:
                 self._items[index] = _Item({"id": payload["item_id"]} if "item_id" in payload else {})
             self._items[index].add(subject, verb, payload)
+            return self._items[index]
+        return None
 
     def response(self) -> Json | None:
         if self._snapshot is None and not self._items:
@@ -223,6 +237,15 @@ class _Item:
         else:  # an annotation
             part = self._list("content").setdefault(index_of(payload.get("content_index")), {"type": "output_text"})
             extend(part, "annotations", [payload.get("annotation")])
+
+    def so_far(self, subject: str, payload: Json) -> object:
+        """What there is of the text to which a delta is added."""
+        if subject in FIELDS:
+            return self._fields.get(FIELDS[subject])
+        if subject in TEXTS:
+            list_name, index_name, name, _ = TEXTS[subject]
+            return self._list(list_name)[index_of(payload.get(index_name))].get(name)
+        return None
 
     def _list(self, name: str) -> dict[int, Json]:
         if name not in self._parts:

@@ -15,6 +15,7 @@ from interception import RolloutSession, ServingPolicy, Upstream
 from interception.answer import AnswerReader
 from interception.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase, Stream
+from interception.dialects.responses import ResponsesStream
 from interception.growth import Growth, Request
 from interception.inbound import written
 from interception.sse import Json, SseEvent, SseParser, sse
@@ -149,28 +150,100 @@ def messages(text: Any) -> bytes:
     return sse({"type": "content_block_delta", "index": 0, "delta": delta}, named=True)
 
 
-def read(stream: Stream, raws: list[bytes], *, shortcut: bool) -> int:
+def arguments(text: str) -> bytes:
+    delta = {"type": "input_json_delta", "partial_json": text}
+    return sse({"type": "content_block_delta", "index": 0, "delta": delta}, named=True)
+
+
+def with_padding(text: str) -> bytes:
+    """As OpenAI writes it."""
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+    return sse({"id": "c", "choices": [choice], "usage": None, "obfuscation": "x" * len(text)})
+
+
+def with_blanks(text: str) -> bytes:
+    """As Anthropic writes it."""
+    return messages(text)[:-3] + b" " * len(text) + b"}\n\n"
+
+
+def call(text: str) -> bytes:
+    return sse({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}}]})
+
+
+def part(text: str, *, first: bool = True, kind: str = "output_text") -> bytes:
+    number: Json = {"sequence_number": len(text)}
+    padding: Json = {"delta": text, "obfuscation": f"{text[:1]}y"}
+    at = {"output_index": 0, "content_index": 0, "logprobs": []}
+    fields = {**number, **at, **padding} if first else {**padding, **at, **number}
+    return sse({"type": f"response.{kind}.delta", **fields}, named=True)
+
+
+EVENTS: dict[str, tuple[Dialect, Callable[[str], bytes]]] = {
+    "chat": (CHAT, chat),
+    "chat with padding": (CHAT, with_padding),
+    "chat's tool calls": (CHAT, call),
+    "messages": (MESSAGES, messages),
+    "messages with blanks": (MESSAGES, with_blanks),
+    "messages' tool calls": (MESSAGES, arguments),
+    "responses": (RESPONSES, part),
+    "responses in another order": (RESPONSES, lambda text: part(text, first=False)),
+    "responses' tool calls": (RESPONSES, lambda text: part(text, kind="function_call_arguments")),
+}
+
+
+def read(stream: Stream, raws: list[bytes], *, shortcut: bool, end: bytes = b"\n") -> int:
     """The number of events that were not read whole."""
-    events = [SseEvent(raw) for raw in raws]
-    repeated = 0
-    while events:
-        taken = stream.repeats(events) if shortcut and stream.phase is Phase.OPEN else 0
-        repeated += taken
+    data = b"".join(raws)
+    at = whole = 0
+    while at < len(data):
+        taken = stream.repeats(data, at) if shortcut and stream.phase is Phase.OPEN else 0
         if not taken:
-            stream.feed(events[0])
-        events = events[taken or 1 :]
-    return repeated
+            taken = data.index(2 * end, at) + 2 * len(end) - at
+            stream.feed(SseEvent(data[at : at + taken]))
+            whole += 1
+        at += taken
+    return len(raws) - whole
 
 
 class TestRepeatingStreams:
-    @pytest.mark.parametrize(("dialect", "event"), [(CHAT, chat), (MESSAGES, messages)], ids=["chat", "messages"])
-    def test_most_events_are_told_by_their_bytes(self, dialect: Dialect, event: Any) -> None:
-        stream, whole = dialect.stream(), dialect.stream()
-        raws = [event(f" word {number} é\n") for number in range(50)]
-        assert read(stream, raws, shortcut=True) == 49  # the first shows how
-        read(whole, raws, shortcut=False)
-        assert stream.response() == whole.response()
-        assert stream.events == whole.events == 50
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+    @pytest.mark.parametrize("kind", EVENTS)
+    def test_most_events_are_told_by_their_bytes(self, kind: str, end: bytes) -> None:
+        dialect, event = EVENTS[kind]
+        odd = ["}", '"}', "a", '{"k": "\\\\"}', "\\", '"', "", ",", '","', " ", "}}\n", "\x7f"]
+        raws = [event(text).replace(b"\n", end) for text in [*(f" word {number} é\n" for number in range(20)), *odd]]
+        for other in ([], [event("x").replace(b'"x"', b"null").replace(b"\n", end)], [b": k" + 2 * end]):
+            at_once, one_by_one, whole = dialect.stream(), dialect.stream(), dialect.stream()
+            events = raws[:25] + other + raws[25:]
+            assert read(at_once, events, shortcut=True, end=end) >= len(raws) - 2  # the first shows how
+            for raw in events:
+                read(one_by_one, [raw], shortcut=True, end=end)
+            read(whole, events, shortcut=False, end=end)
+            assert at_once.response() == one_by_one.response() == whole.response()
+            assert at_once.events == one_by_one.events == whole.events == len(events) - other.count(b": k" + 2 * end)
+            numbers = {s.known()[1] for s in (at_once, one_by_one, whole) if isinstance(s, ResponsesStream)}
+            assert len(numbers) == (dialect is RESPONSES)
+
+    @pytest.mark.parametrize("kind", EVENTS)
+    def test_what_only_looks_like_it_is_read_whole(self, kind: str) -> None:
+        dialect, event = EVENTS[kind]
+        like = [b'x","obfuscation":"y', b"x\\", b'","', b"x\ny", b'"}}', b"\\u12", b"\xff", b'x","delta":"y', b'"}  ,"']
+        for odd in [*like, *(b"z" + text for text in like)]:
+            stream, whole = dialect.stream(), dialect.stream()
+            raws = [event(text) for text in "abcd"] + [event("???").replace(b"???", odd)] + [event("e"), event("f")]
+            read(stream, raws, shortcut=True)
+            read(whole, raws, shortcut=False)
+            assert stream.response() == whole.response()
+            assert (stream.events, stream.phase) == (whole.events, whole.phase)
+
+    def test_padding_is_no_part_of_the_answer(self) -> None:
+        stream = CHAT.stream()
+        read(stream, [with_padding(text) for text in "abc"], shortcut=True)
+        assert "obfuscation" not in (stream.response() or {"obfuscation": ""})
+
+    def test_quotes_in_a_long_stream_are_no_reason_to_read_it_whole(self) -> None:
+        stream = CHAT.stream()
+        assert read(stream, [chat(text) for text in ["a", '"', None, "b"] * 50], shortcut=True) == 99
 
     @given(
         st.lists(
@@ -376,7 +449,7 @@ def test_a_stream_is_told_and_recorded_as_one_that_is_read_event_by_event(
     pieces = [raw[start:end] for start, end in pairwise(at)]
     fast = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
     with pytest.MonkeyPatch.context() as naive:
-        naive.setattr(Stream, "repeats", lambda self, events: 0)
+        naive.setattr(Stream, "repeats", lambda self, data, at=0: 0)
         naive.setattr(SseParser, "_plain", lambda self, chunk: False)
         slow = asyncio.run(told_and_recorded(dialect, pieces, n=n, withhold=withhold))
     assert fast == slow
