@@ -154,7 +154,7 @@ class AnswerReader:
         if phase is Phase.CLOSING and changed is None and not content.at_eof():
             await self._rest(content, reading)
 
-    async def _rest(self, content: aiohttp.StreamReader, reading: "_Reading") -> None:
+    async def _rest(self, content: Content, reading: "_Reading") -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
         try:
             while chunk := await content.readany():
