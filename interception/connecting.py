@@ -44,6 +44,8 @@ class Origin:
         self._tls = url.scheme == "https"
         self._lookup: asyncio.Task[Sequence[Address]] | None = None
         self._asked = 0.0
+        self._made = 0
+        """Connections begun, by which they are spread over the addresses."""
 
     async def connect(self, protocol: Callable[[], P]) -> P:
         """A new connection. `Unreachable`, or `aiohttp.ConnectionTimeoutError`."""
@@ -51,10 +53,13 @@ class Origin:
         connected: socket.socket | None = None
         try:
             async with asyncio.timeout(self.timeout):
+                found = await self._addresses(loop)
+                addresses = _from(self._made, found)
+                self._made += 1
                 connected = await aiohappyeyeballs.start_connection(
-                    await self._addresses(loop), happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY, loop=loop
+                    addresses, happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY, loop=loop
                 )
-                name = self.host if self._tls else None
+                name = self.host.rstrip(".") if self._tls else None  # no certificate has the dot of a full name
                 tls = _tls() if self._tls else None
                 _, made = await loop.create_connection(protocol, sock=connected, ssl=tls, server_hostname=name)
                 return made
@@ -87,6 +92,19 @@ class Origin:
         except ValueError:
             return await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+
+
+def _from(number: int, addresses: Sequence[Address]) -> list[Address]:
+    """`addresses`, those of each family from another one on: a name may be that of several engines, and the resolver's
+    order is the same each time. The family that it puts first stays first."""
+    families: dict[int, list[Address]] = {}
+    for address in addresses:
+        families.setdefault(address[0], []).append(address)
+    turned = []
+    for those in families.values():
+        at = number % len(those)
+        turned += those[at:] + those[:at]
+    return turned
 
 
 @cache

@@ -1,6 +1,7 @@
 """A connection to an upstream: one answer after the other, in pieces as they come."""
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -50,7 +51,8 @@ class Connection(asyncio.Protocol):
         self._fields: list[tuple[str, str]] = []
         self._parts: list[bytes] = []
         self._parser: httptools.HttpResponseParser | None = _parser(self)
-        self._expecting = False
+        self._expecting = True
+        """Also before the first request is sent: some refuse it as soon as they are connected."""
         self._headed = False
         self._whole = False
         self._until_end = False
@@ -67,8 +69,7 @@ class Connection(asyncio.Protocol):
 
     def expect(self) -> None:
         """The next answer is awaited from now on."""
-        self._expecting, self._headed, self._whole, self._until_end = True, False, False, False
-        self._before_body, self._decoder, self.reusable = 0, None, False
+        self._expecting, self.reusable = True, False
         self._heard = self._loop.time()
         if self._timer is None and self._idle_timeout is not None:
             self._timer = self._loop.call_later(self._idle_timeout, self._look)
@@ -114,8 +115,19 @@ class Connection(asyncio.Protocol):
             # A request that was not read to its end.
             and not transport.get_write_buffer_size()
         )
-        self._expecting = False
+        self._expecting, self._headed, self._whole, self._until_end = False, False, False, False
+        self._before_body, self._decoder = 0, None
         self._parts.clear()
+
+    def usable(self) -> bool:
+        """Whether a request may be sent on it: it is open, and neither its end nor anything else has come which the
+        loop has not come round to tell."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return False
+        arrived = select.poll()
+        arrived.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not arrived.poll(0)
 
     def abort(self) -> None:
         """Close it here and now: to close it in order would wait for ever for a peer that does not read."""
@@ -211,7 +223,8 @@ class Connection(asyncio.Protocol):
             raise NoHttp
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields.append((name.decode(errors="surrogateescape"), value.decode(errors="surrogateescape")))
+        if not self._headed:  # else it is a trailer
+            self._fields.append((name.decode(errors="surrogateescape"), value.decode(errors="surrogateescape")))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -238,7 +251,6 @@ class Connection(asyncio.Protocol):
         assert self._parser is not None
         if self._headed:
             self._whole, self.reusable = True, self._parser.should_keep_alive()
-            self._fields.clear()  # trailers
 
 
 def _parser(connection: Connection) -> httptools.HttpResponseParser:

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import urlsplit
@@ -112,6 +114,11 @@ def on_this_host(url: str) -> bool:
 
 
 def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message} (SSL_CERT_FILE names what else is to be)"
+    # These have numbers of their own.
+    if isinstance(error, ssl.SSLError | socket.gaierror):
+        return str(error)
     # asyncio puts its own sentence, with the address, where the system's reason would be.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 

@@ -18,8 +18,12 @@ from interception.connecting import Origin
 from interception.connection import Connection
 from interception.turn import Failure
 
-KEEPALIVE: Final = 15.0
-"""Seconds for which a connection without a request is kept."""
+KEEPALIVE: Final = 4.0
+"""Seconds for which a connection without a request is kept. uvicorn (and with it vLLM and SGLang) and Node close theirs
+after 5: a request that is under way then is lost, and is not sent again by us, for the model may have begun."""
+
+KEEPALIVE_TLS: Final = 15.0
+"""Where a new one costs a handshake, over networks: what stands there keeps them for a minute or more."""
 
 
 class Wire:
@@ -28,6 +32,7 @@ class Wire:
     def __init__(self, origin: URL, *, connect_timeout: float, idle_timeout: float | None) -> None:
         self._origin = Origin(origin, connect_timeout)
         self._idle_timeout = idle_timeout
+        self._keepalive = KEEPALIVE_TLS if origin.scheme == "https" else KEEPALIVE
         self._defaults = {
             "Host": origin.host_port_subcomponent or "",
             "Accept": "*/*",
@@ -38,6 +43,7 @@ class Wire:
         self._free: list[tuple[Connection, float]] = []
         """Those without a request, and since when; the newest last."""
         self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def post(self, url: str, headers: CIMultiDict[str], body: bytes) -> "Post":
         return Post(self, url, headers, body)
@@ -62,16 +68,17 @@ class Wire:
     def leave(self, connection: Connection) -> None:
         """The answer was read, or nobody wants it any more."""
         connection.done()
-        if not connection.reusable:
+        if not connection.reusable or self._closed:
             connection.abort()
             return
         loop = asyncio.get_running_loop()
         self._free.append((connection, loop.time()))
         if self._sweeper is None:
-            self._sweeper = loop.call_later(KEEPALIVE, self._sweep)
+            self._sweeper = loop.call_later(self._keepalive, self._sweep)
 
     async def close(self) -> None:
         """Cuts them all."""
+        self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._origin.close()
@@ -81,10 +88,12 @@ class Wire:
         await asyncio.gather(*(connection.lost for connection in open))
 
     def _known(self) -> Connection | None:
+        oldest = asyncio.get_running_loop().time() - self._keepalive
         while self._free:
-            connection, _ = self._free.pop()
-            if connection.transport is not None and not connection.transport.is_closing():
+            connection, since = self._free.pop()
+            if since > oldest and connection.usable():
                 return connection
+            connection.abort()
         return None
 
     async def _connect(self) -> Connection:
@@ -93,12 +102,12 @@ class Wire:
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        old = loop.time() - KEEPALIVE
+        old = loop.time() - self._keepalive
         kept = [(connection, since) for connection, since in self._free if since > old and connection in self._open]
         for connection in {connection for connection, _ in self._free} - {connection for connection, _ in kept}:
             connection.abort()
         self._free = kept
-        self._sweeper = loop.call_later(KEEPALIVE, self._sweep) if kept else None
+        self._sweeper = loop.call_later(self._keepalive, self._sweep) if kept else None
 
 
 class Post:

@@ -1,24 +1,33 @@
 """A turn's request over the wire is what aiohttp's own client would make of it, and leaves nothing behind."""
 
 import asyncio
+import datetime
 import gzip
+import ipaddress
 import socket
+import ssl
 import struct
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import brotli
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from multidict import CIMultiDict
 
 from interception import Upstream
-from interception.connecting import ADDRESSES_KEPT, Origin
+from interception.connecting import ADDRESSES_KEPT, Origin, _from, _tls
 from interception.connection import Connection
 from interception.turn import Failure
 from interception.upstream import PIECE, UpstreamClients, failure
+from interception.wire import KEEPALIVE
 from tests.helpers import until
 from tests.interception.scripted import WIRE, rollout
 
@@ -42,8 +51,8 @@ class Peer:
         self._writer: asyncio.StreamWriter | None = None
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**20)
+    async def serving(self, **options: Any) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**20, **options)
         try:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         finally:
@@ -137,6 +146,7 @@ ANSWERS = {
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
     "length and chunks": CHUNKED + b"Content-Length: 2\r\n\r\n2\r\nok\r\n0\r\n\r\n",
     "two at once": OK + OK,
+    "an extension of a chunk that is long": CHUNKED + b"\r\n2;x=" + b"a" * 100_000 + b"\r\nok\r\n0\r\n\r\n",
     "until the end": b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\n\r\nok",
     "of old": b"HTTP/1.0 200 OK\r\n\r\nok",
     "closing": with_length(b"ok", b"Connection: close"),
@@ -326,6 +336,135 @@ async def test_bodies_of_any_size_arrive_whole(body: bytes) -> None:
     assert peer.accepted == 1
 
 
+class TestTls:
+    @pytest.fixture
+    def certificate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+        """Of 127.0.0.1, signed by itself; and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an engine")])
+        now = datetime.datetime.now(datetime.UTC)
+        day = datetime.timedelta(days=1)
+        made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+        here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        made = made.add_extension(x509.SubjectAlternativeName([here]), critical=False)
+        paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+        paths[0].write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        paths[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        _tls.cache_clear()
+        yield paths
+        _tls.cache_clear()
+
+    async def test_a_certificate_is_trusted_if_the_environment_says_so_and_else_named_as_the_reason(
+        self, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served.load_cert_chain(*certificate)
+        peer = Peer(OK)
+        async with peer.serving(ssl=served) as url, clients() as made:
+            to = upstream(url.replace("http:", "https:"))
+            for wire in (True, False):
+                status, message = await outcome(made, to, wire=wire)
+                assert status == 503
+                assert "its certificate is not trusted" in message
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+            _tls.cache_clear()
+            for _ in range(2):
+                assert (await outcome(made, to, wire=True))[0] == 200
+            assert peer.accepted == 1  # none was refused in its own application, and the last is kept
+
+    async def test_a_handshake_without_an_end_is_504_and_leaves_nothing(self) -> None:
+        ended = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+            ended.set()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        async with server, clients() as made:
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            status, message = await outcome(made, upstream(url, connect_timeout=0.05), wire=True)
+            assert status == 504
+            assert "could not be connected within 0.05 s" in message
+            await asyncio.wait_for(ended.wait(), 30)
+
+
+class TestKeptConnections:
+    @pytest.mark.parametrize("linger", [None, 0], ids=["closed", "reset"])
+    async def test_one_whose_end_is_there_but_not_told_yet_is_not_written_to(self, linger: int | None) -> None:
+        """A busy loop comes round to it late, and a request must not be sent twice."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            loop = asyncio.get_running_loop()
+            async with clients() as made:
+                to = upstream(f"http://127.0.0.1:{listening.getsockname()[1]}/v1")
+                for _ in range(2):
+                    calling = asyncio.create_task(outcome(made, to, wire=True))
+                    accepted, _ = await asyncio.wait_for(loop.sock_accept(listening), 30)
+                    await loop.sock_recv(accepted, 65536)
+                    accepted.send(OK)
+                    assert (await calling)[0] == 200
+                    if linger is not None:
+                        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, linger))
+                    accepted.close()  # and the next request is sent before the loop hears of it
+
+    async def test_one_without_a_request_for_longer_than_servers_keep_theirs_is_not_used_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peer = Peer(OK)
+        async with peer.serving() as url, clients() as made:
+            assert (await outcome(made, upstream(url), wire=True))[0] == 200
+            [wire] = [wire for wire in made._wires.values() if wire is not None]
+            monkeypatch.setattr(wire, "_free", [(kept, since - KEEPALIVE) for kept, since in wire._free])
+            assert (await outcome(made, upstream(url), wire=True))[0] == 200
+        assert peer.accepted == 2
+
+    async def test_none_is_kept_once_the_server_has_stopped(self) -> None:
+        peer = Peer(OK)
+        async with peer.serving() as url, clients() as made:
+            calling = asyncio.create_task(outcome(made, upstream(url), wire=True))
+            await asyncio.sleep(0)
+            await made.close()
+            assert (await calling)[0] == 200
+            await until(lambda: peer.accepted == 1 and not peer.open)
+
+    async def test_an_answer_that_was_not_read_to_its_end_leaves_none_that_served_before(self) -> None:
+        peer = Peer(OK, with_length(b"ok", length=5), OK)
+        async with peer.serving() as url, clients() as made:
+            to = upstream(url)
+            assert (await outcome(made, to, wire=True))[0] == 200
+            async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+                assert await answer.content.readany() == b"ok"
+            assert (await outcome(made, to, wire=True))[0] == 200
+        assert peer.accepted == 2
+
+
+@pytest.mark.parametrize("size", [2, PIECE], ids=["small", "large"])
+async def test_a_refusal_that_comes_before_the_request_is_the_answer(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that are full say so as soon as they are connected to."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 503 Full\r\nContent-Length: 4\r\nRetry-After: 1\r\n\r\nfull")
+        writer.close()
+
+    connect = Origin.connect
+
+    async def late(origin: Origin, protocol: Callable[[], Connection]) -> Connection:
+        connection = await connect(origin, protocol)
+        await connection.lost
+        return connection
+
+    monkeypatch.setattr(Origin, "connect", late)
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with server, clients() as made:
+        status, headers, body = await outcome(made, upstream(url), wire=True, body=b"x" * size)
+        assert (status, dict(headers)["Retry-After"], body) == (503, "1", b"full")
+
+
 class TestWhatIsLeftBehind:
     @pytest.mark.parametrize("rounds", range(12))
     async def test_a_call_cancelled_twice_at_any_moment_leaves_no_connection(self, rounds: int) -> None:
@@ -389,6 +528,42 @@ class TestWhatIsLeftBehind:
 
 
 class TestAddresses:
+    async def test_connections_are_spread_over_all_that_a_name_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        peers = Peer(OK), Peer(OK)
+        async with peers[0].serving() as one, peers[1].serving() as other, clients() as made:
+            ports = [int(url.split(":")[2].removesuffix("/v1")) for url in (one, other)]
+
+            async def getaddrinfo(*_: Any, **__: Any) -> Any:
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+            to = upstream("http://engines.internal/v1")
+            told = await asyncio.gather(*(outcome(made, to, wire=True) for _ in range(8)))
+            assert {status for status, *_ in told} == {200}
+        assert [peer.accepted for peer in peers] == [4, 4]
+
+    async def test_one_that_refuses_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        peer = Peer(OK)
+        async with peer.serving() as url, clients() as made:
+            with socket.socket() as nobody:
+                nobody.bind(("127.0.0.1", 0))  # and does not listen
+                ports = nobody.getsockname()[1], int(url.split(":")[2].removesuffix("/v1"))
+
+                async def getaddrinfo(*_: Any, **__: Any) -> Any:
+                    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+
+                monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+                to = upstream("http://engines.internal/v1")
+                told = await asyncio.gather(*(outcome(made, to, wire=True) for _ in range(4)))
+                assert {status for status, *_ in told} == {200}
+
+    def test_the_family_that_the_resolver_puts_first_stays_first(self) -> None:
+        found: Any = [(6, "a"), (6, "b"), (4, "c"), (6, "d"), (4, "e")]
+        assert [_from(0, found), _from(4, found)] == [
+            [(6, "a"), (6, "b"), (6, "d"), (4, "c"), (4, "e")],
+            [(6, "b"), (6, "d"), (6, "a"), (4, "c"), (4, "e")],
+        ]
+
     async def test_a_name_is_looked_up_once_for_all_that_connect_and_again_when_they_are_old(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
