@@ -38,7 +38,9 @@ class Stream(ABC):
     """Reads one streamed answer. Nothing in it raises for what the upstream sent, however odd."""
 
     idle: tuple[str, ...] = ()
-    """Fields of an event that may have another value each time, of which the answer has nothing."""
+    """Fields of an event that may have another text each time, of which the answer has nothing."""
+    counter = ""
+    """The one that may have another number each time."""
     padded = False
     """Whether events may end with blanks of any number."""
 
@@ -103,10 +105,10 @@ class Stream(ABC):
 
     def _may_repeat(self, event: SseEvent, path: Path, pieces: object) -> None:
         """`event` added nothing but the text that is found by `path` to `pieces`, and had it nothing but another text,
-        and other values in what is `idle`, the same would hold."""
+        and other values in what is `idle` or the `counter`, the same would hold."""
         if self._refrains_left and isinstance(pieces, Pieces):
             self._refrains_left -= 1
-            self._refrain = Refrain.of(event, path, self.idle, pieces, padded=self.padded)
+            self._refrain = Refrain.of(event, path, self.idle, pieces, counter=self.counter, padded=self.padded)
 
     def _failed(self, error: Json | None, text: str, *, shown: bool) -> Phase:
         """`error`: the object that has the error, or is one; `text`: what came, should there be no message in it."""

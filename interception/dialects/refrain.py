@@ -51,7 +51,7 @@ class Refrain:
         "_closing",
         "_joint",
         "_line",
-        "_numbers",
+        "_number",
         "_opening",
         "_pieces",
         "_prefix",
@@ -77,7 +77,7 @@ class Refrain:
         self._stride = len(holes)
         self._text = text
         self._between: list[tuple[bytes, bytes]] = []
-        self._numbers: list[int] = []
+        self._number: int | None = None
         self._quotes = 0
         self._alone: bytes | None = b""
         """What stands after a text that is the only hole, before blanks."""
@@ -87,7 +87,7 @@ class Refrain:
             seams = [before + b"," + after for before, after in pairwise(opens)]
             padded = len(literals) > len(holes) + 1
             self._between = [*zip(literals[1:-1], [*seams, opens[-1]] if padded else seams, strict=True)]
-            self._numbers = [at for at, hole in enumerate(holes) if not hole.quoted]
+            self._number = next((at for at, hole in enumerate(holes) if not hole.quoted), None)
             self._quotes = sum(literal.count(b'"') for literal, _ in self._between)
             self._alone = literals[1] if padded and len(holes) == 1 else None
             end = b"" if padded else opens[-1]
@@ -95,18 +95,26 @@ class Refrain:
         self.count = 0
         """Events that were taken last."""
         self.greatest = -1
-        """Of the numbers in those."""
+        """Of the counter's values in those."""
         self.tried = False
         """Whether any were taken."""
 
     @classmethod
     def of(
-        cls, event: SseEvent, path: Path, others: Sequence[str], pieces: list[str], *, padded: bool = False
+        cls,
+        event: SseEvent,
+        path: Path,
+        others: Sequence[str],
+        pieces: list[str],
+        *,
+        counter: str = "",
+        padded: bool = False,
     ) -> "Refrain | None":
         """That of `event`, whose text is found by `path`, and whose later texts go to `pieces`. None if it is not sure
         where in the event's bytes the values stand.
 
-        :param others: the fields that may have other values, too: texts, or numbers that are not negative.
+        :param others: the fields that may have other texts, too.
+        :param counter: the field that may have another number, which is not negative.
         :param padded: whether blanks may stand before the end.
         """
         raw, payload = event.raw, event.json or {}
@@ -114,8 +122,8 @@ class Refrain:
         for name in others:
             if isinstance(payload.get(name), str):
                 holes.append(_hole(raw, (name,), STRING))
-            elif type(payload.get(name)) is int:
-                holes.append(_hole(raw, (name,), NUMBER))
+        if type(payload.get(counter)) is int:
+            holes.append(_hole(raw, (counter,), NUMBER))
         found = sorted(hole for hole in holes if hole is not None)
         if len(found) < len(holes):
             return None
@@ -190,8 +198,8 @@ class Refrain:
         stride = self._stride
         if len(values) != len(parts) * stride:
             return 0
-        for number in self._numbers:
-            numbers = values[number::stride]
+        if self._number is not None:
+            numbers = values[self._number :: stride]
             if {*map(type, numbers)} != {int}:
                 return 0
             self.greatest = max(numbers)

@@ -111,7 +111,8 @@ class Responses(OpenAI):
 class ResponsesStream(Stream):
     """Done with `response.completed` or `response.incomplete`; there is no phase of closing."""
 
-    idle = ("obfuscation", "sequence_number")
+    idle = ("obfuscation",)
+    counter = "sequence_number"
 
     def __init__(self, model: str = "") -> None:
         super().__init__()

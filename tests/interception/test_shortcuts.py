@@ -236,6 +236,16 @@ class TestRepeatingStreams:
             assert stream.response() == whole.response()
             assert (stream.events, stream.phase) == (whole.events, whole.phase)
 
+    def test_the_number_of_an_event_is_no_other_number_in_it(self) -> None:
+        stream, whole = RESPONSES.stream(), RESPONSES.stream()
+        fields = {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "sequence_number": 5}
+        raws = [sse({**fields, "delta": "x", "obfuscation": number}) for number in (100, 200, 300)]
+        read(stream, raws, shortcut=True)
+        read(whole, raws, shortcut=False)
+        assert isinstance(stream, ResponsesStream)
+        assert isinstance(whole, ResponsesStream)
+        assert stream.known()[1] == whole.known()[1] == 6
+
     def test_padding_is_no_part_of_the_answer(self) -> None:
         stream = CHAT.stream()
         read(stream, [with_padding(text) for text in "abc"], shortcut=True)
@@ -301,9 +311,26 @@ def block(kind: str, name: str, value: object, index: int = 0) -> Json:
     return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: value}}
 
 
+NUMBER, RAW = 7190, "~raw~"
+"""What `as_it_came` puts other bytes for."""
+NUMBERS = [b"0", b"12", b"01", b"1e5", b"1.0", b"-1", b"null", b"true", b"", b"99999999999999999999", b"1,2", b" 5"]
+NUMBER_BYTES = st.one_of(st.integers(0, 99).map(lambda number: b"%d" % number), st.sampled_from(NUMBERS))
+RAWS = [
+    b"\\ud83d",
+    b"\\ude00",
+    b"\\u0022",
+    b"\\/",
+    b"\\x",
+    b"\xff",
+    b"\x01",
+    b'x","delta":"y',
+    b'x","content":"y',
+    b'"}  ',
+]
 TEXT = st.one_of(
     st.text(max_size=6),
     st.sampled_from(["a", "\\", '"', '\\"', "\n", "?!", '","', "\ud83d", "\ude00", "é☃", "\u2028\x85", "\x7f"]),
+    st.just(RAW),
     st.sampled_from(['data: {"id":"c","choices":[{"index":0,"delta":{"content":"', '"},"finish_reason":null}]}', "}"]),
 )
 CHUNKS: list[Callable[[str], Json]] = [
@@ -356,6 +383,8 @@ BLOCKS_ONCE: list[Json] = [
 PARTS: list[Callable[[str], Json]] = [
     lambda text: {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": text},
     lambda text: {"type": "response.output_text.delta", "output_index": 1, "delta": text, "obfuscation": "x"},
+    lambda text: {"type": "response.output_text.delta", "sequence_number": NUMBER, "delta": text, "obfuscation": text},
+    lambda text: {"type": "response.output_text.delta", "obfuscation": NUMBER, "delta": text, "sequence_number": 1},
 ]
 PARTS_ONCE: list[Json] = [
     {"type": "response.created", "response": {"id": "r", "output": []}},
@@ -376,6 +405,13 @@ def as_event(payload: Json, style: int) -> bytes:
     return (comment + name + field + lines + b"\n\n").replace(b"\n", end)
 
 
+@st.composite
+def as_it_came(draw: st.DrawFn, event: bytes) -> bytes:
+    """An event with what no writer of JSON makes of a text or a number, and with blanks at its end."""
+    event = event.replace(RAW.encode(), draw(st.sampled_from(RAWS))).replace(b"%d" % NUMBER, draw(NUMBER_BYTES))
+    return event.replace(b'"}}', b'"}' + b" " * draw(st.integers(0, 2)) + b"}")
+
+
 KINDS = [(CHAT, CHUNKS, CHUNKS_ONCE), (MESSAGES, BLOCKS, BLOCKS_ONCE), (RESPONSES, PARTS, PARTS_ONCE)]
 ODD = [b": k\n\n", b"\n", b"id: 1\n\n", b"data: [DONE]\n\n", b"data\n\n", b"data: \xff\n\n", b"data: {"]
 
@@ -389,7 +425,7 @@ def written_streams(draw: st.DrawFn) -> tuple[Dialect, bytes]:
         style = draw(st.sampled_from([0, 0, 2, None]))
         style = draw(st.integers(0, 255)) if style is None else style
         make = draw(st.sampled_from([repeated[0], *repeated]))
-        events += [as_event(make(text), style) for text in draw(st.lists(TEXT, max_size=5))]
+        events += [draw(as_it_came(as_event(make(text), style))) for text in draw(st.lists(TEXT, max_size=5))]
         if draw(st.booleans()):
             events.append(as_event(draw(st.sampled_from(once)), style))
         if not draw(st.integers(0, 4)):
