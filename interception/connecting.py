@@ -48,9 +48,17 @@ class Origin:
         """Connections begun, by which they are spread over the addresses."""
 
     async def connect(self, protocol: Callable[[], P]) -> P:
-        """A new connection. `Unreachable`, or `aiohttp.ConnectionTimeoutError`."""
+        """A new connection. `Unreachable`, or `aiohttp.ConnectionTimeoutError`; then it is the caller who aborts what
+        `protocol` has been connected to all the same."""
         loop = asyncio.get_running_loop()
         connected: socket.socket | None = None
+
+        def handed_over() -> P:
+            nonlocal connected
+            # The transport's from now on. Closed by us, its number would be another's while the loop still knows it.
+            connected = None
+            return protocol()
+
         try:
             async with asyncio.timeout(self.timeout):
                 found = await self._addresses(loop)
@@ -61,7 +69,7 @@ class Origin:
                 )
                 name = self.host.rstrip(".") if self._tls else None  # no certificate has the dot of a full name
                 tls = _tls() if self._tls else None
-                _, made = await loop.create_connection(protocol, sock=connected, ssl=tls, server_hostname=name)
+                _, made = await loop.create_connection(handed_over, sock=connected, ssl=tls, server_hostname=name)
                 return made
         except BaseException as error:
             if connected is not None:

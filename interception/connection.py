@@ -151,7 +151,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._siblings.add(self)
+        if self.lost.done():
+            self.abort()  # whoever wanted it is gone
+        else:
+            self._siblings.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
@@ -175,6 +178,9 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.lost.done():
+            self.transport = None
+            return
         if self._error is None:
             if self._headed and self._until_end and exc is None:
                 self._whole = True

@@ -97,8 +97,13 @@ class Wire:
         return None
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        return await self._origin.connect(lambda: Connection(loop, self._idle_timeout, self._open))
+        connection = Connection(asyncio.get_running_loop(), self._idle_timeout, self._open)
+        try:
+            return await self._origin.connect(lambda: connection)
+        except BaseException:
+            connection.abort()  # it may be there already, and would be closed in order, as slowly as the peer likes
+            connection.connection_lost(None)  # uvloop does not tell it of a transport that it gives up
+            raise
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()

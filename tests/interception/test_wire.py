@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import brotli
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -336,25 +337,26 @@ async def test_bodies_of_any_size_arrive_whole(body: bytes) -> None:
     assert peer.accepted == 1
 
 
-class TestTls:
-    @pytest.fixture
-    def certificate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-        """Of 127.0.0.1, signed by itself; and its key."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an engine")])
-        now = datetime.datetime.now(datetime.UTC)
-        day = datetime.timedelta(days=1)
-        made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
-        here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        made = made.add_extension(x509.SubjectAlternativeName([here]), critical=False)
-        paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
-        paths[0].write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
-        paths[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-        _tls.cache_clear()
-        yield paths
-        _tls.cache_clear()
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Of 127.0.0.1, signed by itself; and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an engine")])
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = made.add_extension(x509.SubjectAlternativeName([here]), critical=False)
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    paths[0].write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    paths[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    _tls.cache_clear()
+    yield paths
+    _tls.cache_clear()
 
+
+class TestTls:
     async def test_a_certificate_is_trusted_if_the_environment_says_so_and_else_named_as_the_reason(
         self, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -466,20 +468,52 @@ async def test_a_refusal_that_comes_before_the_request_is_the_answer(
 
 
 class TestWhatIsLeftBehind:
-    @pytest.mark.parametrize("rounds", range(12))
-    async def test_a_call_cancelled_twice_at_any_moment_leaves_no_connection(self, rounds: int) -> None:
-        peer = Peer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok")
-        async with peer.serving() as url, clients() as made:
-            to = upstream(url)
-            calling = asyncio.create_task(outcome(made, to, wire=True))
-            for _ in range(rounds):
+    @pytest.mark.parametrize("loop", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+    @pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+    def test_a_call_cancelled_twice_at_any_moment_leaves_no_connection(
+        self, loop: Any, tls: bool, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served.load_cert_chain(*certificate)
+
+        made_by_the_loop = Connection.connection_made
+
+        async def cancelled_after(moments: int | None, url: str) -> None:
+            """None: as soon as it is connected."""
+            made = UpstreamClients()
+            calling = asyncio.create_task(outcome(made, upstream(url), wire=True))
+            if moments is None:
+                connected = asyncio.Event()
+
+                def cancelled(connection: Connection, transport: asyncio.BaseTransport) -> None:
+                    made_by_the_loop(connection, transport)
+                    calling.cancel()
+                    connected.set()
+
+                with monkeypatch.context() as patched:
+                    patched.setattr(Connection, "connection_made", cancelled)
+                    await connected.wait()
+            for _ in range(moments or 0):
                 await asyncio.sleep(0)
-            calling.cancel()
-            await asyncio.sleep(0)
-            calling.cancel()
+            for _ in range(2):
+                calling.cancel()
+                await asyncio.sleep(0)
             with pytest.raises(asyncio.CancelledError):
                 await calling
-            await until(lambda: not peer.open and not open_of(made))
+            async with asyncio.timeout(20):  # in order, TLS is closed within 30
+                await until(lambda: not open_of(made))
+                await made.close()
+
+        async def main() -> None:
+            peer = Peer(with_length(b"ok", length=9))
+            async with peer.serving(ssl=served if tls else None) as url:
+                for moments in (None, *range(40)):
+                    await cancelled_after(moments, url.replace("http:", "https:") if tls else url)
+                await until(lambda: not peer.open and asyncio.all_tasks() == {asyncio.current_task()})
+
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(main())
 
     async def test_nor_does_one_whose_request_is_never_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
