@@ -24,6 +24,10 @@ class NoHttp(aiohttp.ClientError):
     """What came is no HTTP answer. It is not quoted."""
 
 
+class Undecodable(aiohttp.ClientPayloadError):
+    """The body is not what its `Content-Encoding` says."""
+
+
 class Connection(asyncio.Protocol):
     """Its owner asks for an answer by `expect`, sends the request over `transport`, and reads: `head`, then `readany`
     until it is empty, or `read`. One reader at a time.
@@ -145,7 +149,7 @@ class Connection(asyncio.Protocol):
         try:
             return decoder.feed(data, BODY_CAP)
         except UNDECODABLE as error:
-            raise aiohttp.ClientPayloadError(f"the body is not what its content-encoding says: {error}") from None
+            raise Undecodable(str(error)) from None
 
     # -- the transport's side ------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from yarl import URL
 
 from interception.answer import UpstreamAnswer
 from interception.connecting import Unreachable
-from interception.connection import NoHttp
+from interception.connection import NoHttp, Undecodable
 from interception.session import Upstream
 from interception.turn import Failure
 from interception.wire import Wire
@@ -134,6 +134,8 @@ def failure(error: Exception, upstream: Upstream) -> Failure:
         return Failure(502, f"the upstream {where} has no valid URL")
     if isinstance(error, aiohttp.ClientConnectorError | Unreachable):
         return Failure(503, f"the upstream {where} cannot be reached: {_reason(error.os_error)}")
+    if isinstance(error, Undecodable):
+        return Failure(502, f"the upstream {where} sent a body that is not what its content-encoding says")
     if isinstance(error, aiohttp.ClientPayloadError):
         return Failure(502, f"the upstream {where} broke off in the middle of its answer")
     if isinstance(error, aiohttp.ClientResponseError | NoHttp):  # it would quote what came
