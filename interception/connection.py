@@ -68,6 +68,9 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._then: Callable[[Connection], None] | None = None
+        """To be told when all of an answer that nobody reads any more is here."""
+        self._patience: asyncio.TimerHandle | None = None
 
     # -- its owner's side ----------------------------------------------------------------------
 
@@ -122,6 +125,23 @@ class Connection(asyncio.Protocol):
         self._expecting, self._headed, self._whole, self._until_end = False, False, False, False
         self._before_body, self._decoder = 0, None
         self._parts.clear()
+
+    def finish(self, seconds: float, then: "Callable[[Connection], None]") -> None:
+        """Read what is left of the answer, for nobody, for so many seconds at most. `then` is called when that is
+        over; at once if nothing is left."""
+        if self._whole or self._error is not None:
+            then(self)
+            return
+        self._parts.clear()
+        self._then = then
+        self._patience = self._loop.call_later(seconds, self._finished)
+
+    def _finished(self) -> None:
+        then, self._then = self._then, None
+        if self._patience is not None:
+            self._patience.cancel()
+        if then is not None:
+            then(self)
 
     def usable(self) -> bool:
         """Whether a request may be sent on it: it is open, and neither its end nor anything else has come which the
@@ -208,6 +228,11 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _wake(self) -> None:
+        if self._then is not None:
+            self._parts.clear()
+            if self._whole or self._error is not None:
+                self._finished()
+            return
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

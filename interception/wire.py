@@ -25,6 +25,9 @@ after 5: a request that is under way then is lost, and is not sent again by us, 
 KEEPALIVE_TLS: Final = 15.0
 """Where a new one costs a handshake, over networks: what stands there keeps them for a minute or more."""
 
+LINGER: Final = 1.0
+"""Seconds for which the end of an answer is awaited of which all is known, so that its connection can be kept."""
+
 
 class Wire:
     """Posts to the upstreams of one origin. `aiohttp.InvalidURL` for one that names no host."""
@@ -147,8 +150,12 @@ class Post:
         self._connection, self.status, self.headers = connection, connection.status, connection.headers
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._wire.leave(self.content)
+    async def __aexit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None:
+            # A stream is over with its last event; the end of its body may come in a segment of its own.
+            self.content.finish(LINGER, self._wire.leave)
+        else:
+            self._wire.leave(self.content)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,11 @@ ANSWERS = {
     "line feeds alone": OK.replace(b"\r", b""),
     "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nok",
 }
+
+
+def without_end(stream: bytes) -> bytes:
+    """All of a stream but the last chunk, which is empty."""
+    return CHUNKED + b"Content-Type: text/event-stream\r\n\r\n%x\r\n%b\r\n" % (len(stream), stream)
 
 
 UNFINISHED = ("no end of the chunks", "until the end", "of old", "half a head", "no HTTP", "line feeds alone")
@@ -566,6 +572,26 @@ class TestWhatIsLeftBehind:
             assert (await outcome(made, upstream(url), wire=True))[0] == 200
             await until(lambda: not peer.open)
             assert (await outcome(made, upstream(url), wire=True))[0] == 200
+
+    async def test_a_stream_whose_body_ends_after_its_last_event_keeps_its_connection(self) -> None:
+        peer = Peer(without_end(WIRE.stream()))
+        async with peer.serving() as url, rollout(base_url=url) as running:
+            for _ in range(3):
+                answer = await running.call(WIRE, WIRE.request(stream=True))
+                assert answer.status == 200
+                [connection] = open_of(running.server.upstreams)
+                peer.says(b"0\r\n\r\n")
+                await until(partial(getattr, connection, "reusable"))
+            assert peer.accepted == 1
+
+    @pytest.mark.parametrize("more", [b"", b"2\r\n: \r\n" * 1000], ids=["silent", "goes on"])
+    async def test_one_whose_body_does_not_end_is_cut(self, more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("interception.wire.LINGER", 0.05)
+        peer = Peer(without_end(WIRE.stream()))
+        async with peer.serving() as url, rollout(base_url=url) as running:
+            assert (await running.call(WIRE, WIRE.request(stream=True))).status == 200
+            peer.says(more)
+            await until(lambda: not peer.open and not open_of(running.server.upstreams))
 
     async def test_what_comes_without_a_request_ends_the_connection(self) -> None:
         peer = Peer(OK, OK)
