@@ -26,6 +26,9 @@ import orjson
 LONG = 256
 """Bytes of JSON from which a string is an entry of its own: below, the bookkeeping would cost what sharing saves."""
 
+SURELY_SHORT = (LONG - 2) // 6
+"""Characters below which a string's JSON is shorter than that: none takes more than six bytes."""
+
 INLINE = 64
 """Bytes of JSON up to which a request's field is kept in place."""
 
@@ -126,7 +129,7 @@ class Bodies:
         # The common case first and by itself: an agent's history is mostly short messages that are known.
         if len(text) < LONG and NUL_KEY not in text:
             return self._put(text, dumped=True)
-        return self._put_text(text)
+        return self._put_text(text, value)
 
     def restore(self, number: int, kept: Any) -> None:
         """Entry `number` as `kept` gave it. ValueError: it is not the next one, or refers to none before it."""
@@ -185,7 +188,7 @@ class Bodies:
         self.size += len(text)
         return number
 
-    def _put_text(self, text: bytes) -> int:
+    def _put_text(self, text: bytes, value: Any = None) -> int:
         if len(text) < LONG:
             return self._put(_escape(text), dumped=True)
         # A text that is known is found by hash and compared: splitting costs ten times as much.
@@ -194,7 +197,7 @@ class Bodies:
         if known is not None and self.text(known) == text:
             return known
         pieces = []
-        for between, string in _long_strings(_escape(text)):
+        for between, string in _long_strings_of(value, text) or _long_strings(_escape(text)):
             pieces.append(between)
             if string:
                 pieces.append(_refer([self._put(string)]))
@@ -279,6 +282,34 @@ def _refer(numbers: Sequence[int]) -> bytes:
 
 def _escape(text: bytes) -> bytes:
     return text.replace(NUL_KEY, ESCAPED_NUL_KEY)
+
+
+def _long_strings_of(value: Any, text: bytes) -> list[tuple[bytes, bytes]] | None:
+    """The same of `value`, whose text it is, where that is an object without other containers, as most messages are.
+    Its strings, written again, tell where they end: to look at each escape takes ten times as long. None: it is not."""
+    if type(value) is not dict or NUL_KEY in text:
+        return None
+    found: list[tuple[bytes, bytes]] = []
+    start = 0
+    for name, item in value.items():
+        if len(name) >= SURELY_SHORT:
+            return None  # one of the strings may be just that
+        if isinstance(item, str):
+            if len(item) < SURELY_SHORT:
+                continue
+            try:
+                string = orjson.dumps(item)
+            except TypeError:
+                return None
+            if len(string) >= LONG:
+                at = text.find(string, start)
+                if at < 0:  # written by the standard library
+                    return None
+                found.append((text[start:at], text[at : at + len(string)]))
+                start = at + len(string)
+        elif isinstance(item, dict | list) or (isinstance(item, int) and item.bit_length() > 64):
+            return None
+    return [*found, (text[start:], b"")]
 
 
 def _long_strings(text: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interception.interning import Bodies, _long_strings, _long_strings_of
 from interception.trace import RAW_CAP, Attempt, Trace, Turn
 from interception.usage import Usage
 
@@ -137,6 +138,30 @@ def test_odd_requests(request_: dict[str, Any]) -> None:
     assert text(turn.request) == text(request_)
     assert text(reread(trace).turns[1].request) == text(request_)
     assert trace.turns[0].request == SAMPLE
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        ["a" * 300, "b" * 41, "é" * 90, "☃" * 60, "\x01" * 43, '"', "\\", '\\"', "\n", '","', '":"', "{", "\0", ""]
+    ),
+    max_size=5,
+).map("".join)
+
+
+@given(st.dictionaries(PIECES, PIECES | st.none() | st.booleans() | st.integers() | st.floats(), max_size=5))
+def test_long_strings_are_found_by_their_values_as_by_their_bytes(message: dict[str, Any]) -> None:
+    text = Bodies()._dump(message)
+    found = _long_strings_of(message, text)
+    assert found is None or found == [*_long_strings(text)]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"inner": {}}, {"inner": [1]}, {"\0": "x" * 300}, {"n": 2**64}, {"half": "\ud800" * 300}]
+)
+def test_where_that_is_not_sure_their_bytes_are_looked_at(odd: dict[str, Any]) -> None:
+    message = {"role": "user", "content": 'say "yes" ' * 30, **odd}
+    assert _long_strings_of(odd | message, Bodies()._dump(odd | message)) is None
+    assert begin(Trace("t"), {"messages": [message]}).request == {"messages": [message]}
 
 
 def test_deep_nesting_is_kept_or_refused() -> None:
