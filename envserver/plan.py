@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from envserver.checks import check_limits, check_numbers
@@ -29,7 +29,7 @@ class Plan:
     given, not in the process that is made from them."""
 
     env: Env | str
-    env_kwargs: dict[str, Any] | None = None
+    env_kwargs: dict[str, Any] | None = field(default=None, repr=False)
     max_workers: int | None = 1
     elastic: bool = True
     multiplex: int = 128
@@ -44,7 +44,7 @@ class Plan:
     def __post_init__(self) -> None:
         kwargs, setup, path = self.env_kwargs, self.log_setup, self.log_path
         if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-            raise EnvServerError(f"env_kwargs are the factory's arguments, a dict by their names; not {kwargs!r}")
+            raise EnvServerError("env_kwargs are the factory's arguments, a dict by their names, which are strings")
         if setup is not None and not callable(setup):
             raise EnvServerError(f"log_setup is a function, called without arguments; not {setup!r}")
         if path is not None and not isinstance(path, str | os.PathLike):

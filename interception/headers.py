@@ -71,6 +71,9 @@ class Sending(NamedTuple):
     upstream: "Upstream"
     made_of: tuple[Any, ...]
 
+    def __repr__(self) -> str:
+        return "<Sending>"  # keys stand in all of it
+
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""

@@ -251,6 +251,10 @@ def test_when_blocked_workers_are_killed_is_the_pools_to_know() -> None:
         Plan(env=MAKE, max_workers=2, kill_blocked_after=1.0)
 
 
+def test_its_repr_tells_nothing_of_what_the_env_is_given() -> None:
+    assert "tell-nobody" not in repr(Plan(env=MAKE, env_kwargs={"api_key": "tell-nobody"}))
+
+
 def test_how_workers_come_and_go_is_the_pools_to_know() -> None:
     options = {"max_worker_rss": 1 << 30, "max_worker_age": 3600.0}
     pool = Plan(env=MAKE, max_workers=4, min_workers=2, **options).make()  # type: ignore[arg-type]

@@ -131,11 +131,14 @@ class TestRequestHeaders:
                 headers={"X-Title": "ours", "authorization": "Bearer old", "X-API-KEY": "old"},
             )
             async with InterceptionServer() as server, aiohttp.ClientSession() as http:
-                async with server.acquire(new_session(upstream)) as slot:
+                session = new_session(upstream)
+                async with server.acquire(session) as slot:
                     headers = {"x-api-key": slot.model_secret, "x-title": "the harness's", "x-other": "kept"}
                     url = slot.base_url + wire.path
                     async with http.post(url, json=wire.request(), headers=headers) as response:
                         assert response.status == 200
+                    assert session.sending is not None
+                    assert repr(session.sending) == "<Sending>"  # it has the keys of both sides
                 seen = model.seen[0].headers
                 assert seen.getall("X-Title") == ["ours"]
                 assert seen["X-Other"] == "kept"
