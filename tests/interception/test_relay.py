@@ -567,7 +567,7 @@ class TestByValue:
             assert texts(running.trace.turns[0].response) == texts(json.loads(raw))
 
     async def test_what_cannot_be_recorded_is_refused_and_the_connection_goes_on(self) -> None:
-        deep = b'{"messages":[],"deep":' + b"[" * 5000 + b"]" * 5000 + b"}"
+        deep = b'{"messages":[],"deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         async with rollout() as running:
             status, _, body = await post(running, CHAT, deep)
             assert status == 400
