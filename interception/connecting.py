@@ -68,7 +68,7 @@ class Origin:
                     addresses, happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY, loop=loop
                 )
                 name = self.host.rstrip(".") if self._tls else None  # no certificate has the dot of a full name
-                tls = _tls() if self._tls else None
+                tls = await asyncio.to_thread(_tls) if self._tls else None  # the first one takes 40 ms
                 _, made = await loop.create_connection(handed_over, sock=connected, ssl=tls, server_hostname=name)
                 return made
         except BaseException as error:

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import ssl
 import struct
+import threading
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -384,6 +385,24 @@ class TestTls:
             for _ in range(2):
                 assert (await outcome(made, to, wire=True))[0] == 200
             assert peer.accepted == 1  # none was refused in its own application, and the last is kept
+
+    async def test_the_trusted_certificates_are_read_beside_the_event_loop(
+        self, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = []
+        real = ssl.create_default_context
+
+        def create() -> ssl.SSLContext:
+            threads.append(threading.current_thread())
+            return real()
+
+        monkeypatch.setattr("interception.connecting.ssl.create_default_context", create)
+        served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served.load_cert_chain(*certificate)
+        async with Peer(OK).serving(ssl=served) as url, clients() as made:
+            await outcome(made, upstream(url.replace("http:", "https:")), wire=True)
+        assert threads
+        assert threading.main_thread() not in threads
 
     async def test_the_dot_of_a_full_name_is_in_no_certificate(
         self, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
