@@ -279,10 +279,9 @@ async def env_server(
     """A server in a process of its own: `async with env_server("package.module:factory") as address`.
 
     The arguments are those of `serve_env`; what nothing can work with is an `EnvServerError`. Raises
-    `EnvServerStartupError` in the moment the process dies, or after
-    `timeout` seconds. On leaving the process is told to end, and killed `stop_timeout` seconds later if it has not;
-    also when the caller is cancelled, any number of times. Without `log_path` the log is a temporary file, kept only
-    after a failure.
+    `EnvServerStartupError` in the moment the process dies, or after `timeout` seconds. On leaving the process is told
+    to end, and killed `stop_timeout` seconds later if it has not; also when the caller is cancelled, any number of
+    times. Without `log_path` the log is a temporary file, kept only after a failure.
     """
     plan = Plan(
         env=env,

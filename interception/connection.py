@@ -35,8 +35,8 @@ class Connection(asyncio.Protocol):
     Reading raises aiohttp's errors: `ServerDisconnectedError`, `ClientOSError` or `NoHttp` before the head is there,
     `ClientPayloadError` after it, `SocketTimeoutError` after `idle_timeout` seconds without a byte.
 
-    What an answer costs here, a turn costs: no timer is set for a piece, no task waits, and all pieces that one
-    segment brought are read at once.
+    What an answer costs here, a turn costs: one timer serves all that comes, and all pieces that one segment brought
+    are read at once.
     """
 
     def __init__(
