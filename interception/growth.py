@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import orjson
 import xxhash
 
 from interception.dialects.base import Dialect
@@ -27,6 +28,9 @@ MUCH: Final = 8 * 1024**2
 
 KEPT: Final = 4
 """Bodies known of a session: its sub-agents call by turns."""
+
+NEEDLE: Final = 64
+"""Bytes by which a list is looked for: to look for all of a long one takes ten times as long as to compare it."""
 
 TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
@@ -155,12 +159,21 @@ def _place(body: bytes, came: Mapping[str, Any], field: str) -> tuple[int, int, 
     """Where in `body` the items of its list `field` begin and end, and the bytes of the last one; None if that is not
     sure."""
     try:
-        items = TOP.decode(body)[field]
+        if orjson.dumps(came) == body:  # as most SDKs write it: then its parts, too, are what is written of them
+            before, after = _around(came, field)
+            return len(before), len(body) - len(after), len(orjson.dumps(came[field][-1]))
+    except (TypeError, LookupError):
+        pass
+    try:
+        items = bytes(TOP.decode(body)[field])
         last = len(bytes(ITEMS.decode(items)[-1]))
     except (msgspec.MsgspecError, LookupError):
         return None
-    first = body.find(bytes(items)) + 1
-    end = first + len(bytes(items)) - 2
+    first = body.find(items[:NEEDLE])
+    while first >= 0 and not body.startswith(items, first):
+        first = body.find(items[:NEEDLE], first + 1)
+    first += 1
+    end = first + len(items) - 2
     # The same fields without the items: no other place has these bytes, nor is the field there twice.
     try:
         outline = exactly(body[:first] + body[end:])

@@ -18,7 +18,8 @@ Entries are bytes in flat containers: nothing here is work for the garbage colle
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import orjson
@@ -28,6 +29,9 @@ LONG = 256
 
 SURELY_SHORT = (LONG - 2) // 6
 """Characters below which a string's JSON is shorter than that: none takes more than six bytes."""
+
+LEVELS = 24
+"""Levels of a value that are walked through; of a deeper one the text is searched for its long strings."""
 
 INLINE = 64
 """Bytes of JSON up to which a request's field is kept in place."""
@@ -85,8 +89,6 @@ class Bodies:
         """Bytes kept, references included."""
         self._entries: list[bytes] = []
         self._numbers: dict[bytes, int] = {}
-        self._split: dict[int, int] = {}
-        """Hash of a text with long strings in it: its entry, which holds references in their place."""
         self._loose = False
         """Whether there is a value that only the standard library reads right."""
 
@@ -113,7 +115,7 @@ class Bodies:
                 text = b"[" + text + b"]"
             else:
                 text = self._dump(value)
-                text = _refer([self._put_text(text)]) if len(text) > INLINE else _escape(text)
+                text = _refer([self.put(value)]) if len(text) > INLINE else _escape(text)
             fields.append(key + b":" + text)
         return Stored(self._put(b"{" + b",".join(fields) + b"}"), messages, items, known)
 
@@ -125,11 +127,14 @@ class Bodies:
 
     def put(self, value: Any) -> int:
         """The entry of a value. ValueError: it is nested too deeply; TypeError: it is not JSON."""
-        text = self._dump(value)
-        # The common case first and by itself: an agent's history is mostly short messages that are known.
-        if len(text) < LONG and NUL_KEY not in text:
-            return self._put(text, dumped=True)
-        return self._put_text(text, value)
+        references: list[int] = []
+        try:
+            text = orjson.dumps(self._outline(value, references, LEVELS))
+        except TypeError:
+            return self._put_text(self._dump(value))
+        if text.count(NUL_KEY) > len(references):  # the value has such a key itself
+            return self._put_text(self._dump(value))
+        return self._put(text)
 
     def restore(self, number: int, kept: Any) -> None:
         """Entry `number` as `kept` gave it. ValueError: it is not the next one, or refers to none before it."""
@@ -140,7 +145,10 @@ class Bodies:
                 raise ValueError(f"entry {number} refers to what is no earlier entry: {references[:40]!r}")
         if number != len(self):
             raise ValueError(f"entry {number} is out of order: {len(self)} is next")
-        self._append(_fitted(text))
+        # Its own number even where it equals another entry: numbers are written in many ways, and now in one.
+        self._numbers[text := b"%b" % text] = number
+        self._entries.append(text)
+        self.size += len(text)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -175,34 +183,60 @@ class Bodies:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _put(self, text: bytes, *, dumped: bool = False) -> int:
-        """`dumped`: as orjson made it."""
-        number = self._numbers.get(text)
-        if number is not None:
-            return number
-        return self._append(_fitted(text) if dumped else text)
-
-    def _append(self, text: bytes) -> int:
-        number = self._numbers[text] = len(self._entries)
-        self._entries.append(text)
-        self.size += len(text)
+    def _put(self, text: bytes) -> int:
+        if len(text) < ROOMY:
+            text = b"%b" % text  # a copy takes no more than its length
+        # `setdefault` hashes it once, which is most of what a long one takes.
+        number = self._numbers.setdefault(text, new := len(self._entries))
+        if number == new:
+            self._entries.append(text)
+            self.size += len(text)
         return number
 
-    def _put_text(self, text: bytes, value: Any = None) -> int:
-        if len(text) < LONG:
-            return self._put(_escape(text), dumped=True)
-        # A text that is known is found by hash and compared: splitting costs ten times as much.
-        digest = hash(text)
-        known = self._split.get(digest)
-        if known is not None and self.text(known) == text:
-            return known
+    def _outline(self, value: Any, references: list[int], levels: int) -> Any:
+        """`value` with references in place of its long strings, which are kept; these are their numbers. What changes
+        is copied. As a value it is walked through and written in a third of the time that its text takes to be searched.
+
+        TypeError: there is something in it that orjson does not write as it is, or too much to look at.
+        """
+        kind = type(value)
+        if kind is str:
+            if len(value) < SURELY_SHORT or len(text := orjson.dumps(value)) < LONG:
+                return value
+            number = self._put(text)
+            references.append(number)
+            return {"\0": (number,)}
+        if kind is dict:
+            items: Iterable[tuple[Any, Any]] = value.items()
+        elif kind is list:
+            if value and type(value[0]) in (int, float):
+                raise TypeError("token ids, of which there are many")
+            items = enumerate(value)
+        elif value is None or kind is int or kind is bool or (kind is float and isfinite(value)):
+            return value
+        else:
+            raise TypeError("NaN, or of no type of JSON's")
+        if not levels:
+            raise TypeError("nested deeply")
+        outline = value
+        for at, item in items:
+            kind = type(item)
+            if item is None or kind is bool or kind is int or (kind is str and len(item) < SURELY_SHORT):
+                continue
+            of_item = self._outline(item, references, levels - 1)
+            if of_item is not item:
+                if outline is value:
+                    outline = value.copy()
+                outline[at] = of_item
+        return outline
+
+    def _put_text(self, text: bytes) -> int:
         pieces = []
-        for between, string in _long_strings_of(value, text) or _long_strings(_escape(text)):
+        for between, string in _long_strings(_escape(text)):
             pieces.append(between)
             if string:
                 pieces.append(_refer([self._put(string)]))
-        self._split[digest] = number = self._put(b"".join(pieces), dumped=len(pieces) == 1)
-        return number
+        return self._put(b"".join(pieces))
 
     def _sequence(self, numbers: Sequence[int]) -> bytes:
         while len(numbers) > TOP_RUN:
@@ -267,49 +301,17 @@ def _stdlib_dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _fitted(text: bytes) -> bytes:
-    return bytes(memoryview(text)) if len(text) < ROOMY else text  # a copy takes no more than its length
-
-
 def _is_sequence(value: Any) -> bool:
     # A list of numbers (token ids) is one value: as entries its items would take twenty times their bytes.
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
 
 
 def _refer(numbers: Sequence[int]) -> bytes:
-    return MARK + ",".join(map(str, numbers)).encode() + END
+    return orjson.dumps({"\0": numbers})
 
 
 def _escape(text: bytes) -> bytes:
     return text.replace(NUL_KEY, ESCAPED_NUL_KEY)
-
-
-def _long_strings_of(value: Any, text: bytes) -> list[tuple[bytes, bytes]] | None:
-    """The same of `value`, whose text it is, where that is an object without other containers, as most messages are.
-    Its strings, written again, tell where they end: to look at each escape takes ten times as long. None: it is not."""
-    if type(value) is not dict or NUL_KEY in text:
-        return None
-    found: list[tuple[bytes, bytes]] = []
-    start = 0
-    for name, item in value.items():
-        if len(name) >= SURELY_SHORT:
-            return None  # one of the strings may be just that
-        if isinstance(item, str):
-            if len(item) < SURELY_SHORT:
-                continue
-            try:
-                string = orjson.dumps(item)
-            except TypeError:
-                return None
-            if len(string) >= LONG:
-                at = text.find(string, start)
-                if at < 0:  # written by the standard library
-                    return None
-                found.append((text[start:at], text[at : at + len(string)]))
-                start = at + len(string)
-        elif isinstance(item, dict | list) or (isinstance(item, int) and item.bit_length() > 64):
-            return None
-    return [*found, (text[start:], b"")]
 
 
 def _long_strings(text: bytes) -> Iterator[tuple[bytes, bytes]]:

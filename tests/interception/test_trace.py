@@ -1,5 +1,6 @@
 """The record of a rollout: exact, linear in the conversation, and the same after a file."""
 
+import functools
 import gc
 import inspect
 import json
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interception.interning import Bodies, _long_strings, _long_strings_of
+from interception.interning import Bodies
 from interception.trace import RAW_CAP, Attempt, Trace, Turn
 from interception.usage import Usage
 
@@ -148,20 +149,71 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@given(st.dictionaries(PIECES, PIECES | st.none() | st.booleans() | st.integers() | st.floats(), max_size=5))
-def test_long_strings_are_found_by_their_values_as_by_their_bytes(message: dict[str, Any]) -> None:
-    text = Bodies()._dump(message)
-    found = _long_strings_of(message, text)
-    assert found is None or found == [*_long_strings(text)]
+class ByText(Bodies):
+    """Finds the long strings of all values in their texts, as `Bodies` does where it is not sure to find them in the
+    values themselves."""
+
+    def put(self, value: Any) -> int:
+        return self._put_text(self._dump(value))
+
+
+def entries(bodies: Bodies) -> list[bytes]:
+    return [bodies.kept(number) for number in range(len(bodies))]
+
+
+@given(
+    st.lists(
+        st.recursive(
+            PIECES | VALUES,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PIECES, inner, max_size=3),
+            max_leaves=6,
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_long_strings_are_found_in_values_as_in_their_texts(values: list[Any]) -> None:
+    bodies, by_text = Bodies(), ByText()
+    for body in (bodies, by_text):
+        body.put_request({"messages": values, "field": values[0]}, "messages")
+        body.put_request({"messages": values[1:], "field": values}, "messages")
+    assert entries(bodies) == entries(by_text)
+
+
+class Text(str):
+    """What a hook may put into a request."""
 
 
 @pytest.mark.parametrize(
-    "odd", [{"inner": {}}, {"inner": [1]}, {"\0": "x" * 300}, {"n": 2**64}, {"half": "\ud800" * 300}]
+    "odd",
+    [
+        {"\0": "x" * 300},
+        {"\0\0": {}},
+        {"a": {"\0": [0]}},
+        {"n": math.nan},
+        {"n": [[None, -math.inf]]},
+        {"n": [1, math.nan, "x" * 300]},
+        {"n": 2**64},
+        {"half": "\ud800" * 300},
+        {"half": ["x" * 300, "\ud800"]},
+        {"y" * 300: "y" * 300},
+        {"tuple": ("x" * 300, None)},
+        {"text": Text("x" * 300)},
+        {1: "x" * 300},
+        {"deep": functools.reduce(lambda inner, _: {"a": inner, "b": "x" * 300}, range(300), "x" * 300)},
+    ],
+    ids=lambda odd: repr(odd)[:30],
 )
-def test_where_that_is_not_sure_their_bytes_are_looked_at(odd: dict[str, Any]) -> None:
-    message = {"role": "user", "content": 'say "yes" ' * 30, **odd}
-    assert _long_strings_of(odd | message, Bodies()._dump(odd | message)) is None
-    assert begin(Trace("t"), {"messages": [message]}).request == {"messages": [message]}
+def test_so_they_are_beside_what_json_has_in_no_other_way(odd: dict[Any, Any]) -> None:
+    message = {"role": "user", "content": 'say "yes" ' * 30}
+    values = [message, message | odd, odd, [message, odd], {"content": None, "inner": [message, odd]}]
+    bodies, by_text = Bodies(), ByText()
+    for body in (bodies, by_text):
+        body.put_request({"messages": values, "field": values[1]}, "messages")
+    assert entries(bodies) == entries(by_text)
+    assert text(bodies.value(bodies.put(values))) == text(values)
+    assert message == {"role": "user", "content": 'say "yes" ' * 30}
 
 
 def test_deep_nesting_is_kept_or_refused() -> None:
