@@ -31,7 +31,10 @@ SURELY_SHORT = (LONG - 2) // 6
 """Characters below which a string's JSON is shorter than that: none takes more than six bytes."""
 
 LEVELS = 24
-"""Levels of a value that are walked through; of a deeper one the text is searched for its long strings."""
+"""Levels of a value that are walked through; of a deeper one the text is searched."""
+
+MANY = 64
+"""Items beyond which a list in a value (token ids, log probabilities) is not walked through: its text is."""
 
 INLINE = 64
 """Bytes of JSON up to which a request's field is kept in place."""
@@ -195,7 +198,7 @@ class Bodies:
 
     def _outline(self, value: Any, references: list[int], levels: int) -> Any:
         """`value` with references in place of its long strings, which are kept; these are their numbers. What changes
-        is copied. As a value it is walked through and written in a third of the time that its text takes to be searched.
+        is copied. (To look at a value and write it takes a third of the time that a search in its text does.)
 
         TypeError: there is something in it that orjson does not write as it is, or too much to look at.
         """
@@ -209,8 +212,8 @@ class Bodies:
         if kind is dict:
             items: Iterable[tuple[Any, Any]] = value.items()
         elif kind is list:
-            if value and type(value[0]) in (int, float):
-                raise TypeError("token ids, of which there are many")
+            if len(value) > MANY:
+                raise TypeError("of many items")
             items = enumerate(value)
         elif value is None or kind is int or kind is bool or (kind is float and isfinite(value)):
             return value
