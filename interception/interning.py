@@ -203,18 +203,14 @@ class Bodies:
         TypeError: there is something in it that orjson does not write as it is, or too much to look at.
         """
         kind = type(value)
-        if kind is str:
-            if len(value) < SURELY_SHORT or len(text := orjson.dumps(value)) < LONG:
-                return value
-            number = self._put(text)
-            references.append(number)
-            return {"\0": (number,)}
         if kind is dict:
             items: Iterable[tuple[Any, Any]] = value.items()
         elif kind is list:
             if len(value) > MANY:
                 raise TypeError("of many items")
             items = enumerate(value)
+        elif kind is str:
+            return self._outline([value], references, levels)[0]
         elif value is None or kind is int or kind is bool or (kind is float and isfinite(value)):
             return value
         else:
@@ -224,13 +220,20 @@ class Bodies:
         outline = value
         for at, item in items:
             kind = type(item)
-            if item is None or kind is bool or kind is int or (kind is str and len(item) < SURELY_SHORT):
+            if kind is str:
+                if len(item) < SURELY_SHORT or len(text := orjson.dumps(item)) < LONG:
+                    continue
+                references.append(number := self._put(text))
+                of_item: Any = {"\0": (number,)}
+            elif item is None or kind is bool or kind is int:
                 continue
-            of_item = self._outline(item, references, levels - 1)
-            if of_item is not item:
-                if outline is value:
-                    outline = value.copy()
-                outline[at] = of_item
+            else:
+                of_item = self._outline(item, references, levels - 1)
+                if of_item is item:
+                    continue
+            if outline is value:
+                outline = value.copy()
+            outline[at] = of_item
         return outline
 
     def _put_text(self, text: bytes) -> int:
