@@ -261,21 +261,14 @@ class Bodies:
         `known`: of a list with which this one begins.
         """
         runs = list(known.entries)
-        run: list[int] = []
         start = before = known.covered
-        for at in range(start, len(numbers)):
-            number = numbers[at]
-            before = start
-            run.append(number)
-            # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
-            # share a stretch share its runs, wherever it stands in them.
-            cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
-            if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
-                runs.append(self._put(_refer(run)))
-                run = []
-                start = at + 1
-        if run:
-            runs.append(self._put(_refer(run)))
+        # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which share a
+        # stretch share its runs, wherever it stands in them.
+        cuts = [at for at, number in enumerate(numbers[start:], start + 1) if not number * 2654435761 & 0xE0000000]
+        for cut in [*cuts, len(numbers)]:
+            while cut - start >= MIN_RUN or start < cut == len(numbers):
+                before, start = start, min(cut, start + MAX_RUN)
+                runs.append(self._put(_refer(numbers[before:start])))
         return runs, Runs(runs[:-1], before)
 
     def _dump(self, value: Any) -> bytes:
