@@ -326,8 +326,8 @@ def test_other_histories_are_kept_once(history: Any) -> None:
 def test_the_last_of_5000_turns_is_rebuilt_without_recursion() -> None:
     trace, messages = Trace("t"), [{"n": i} for i in range(5000)]
     for turn in range(5000):
-        # Each turn adds a message to one of 25 agents' histories: a single one takes a minute to offer.
-        begin(trace, {"messages": messages[turn % 25 : turn + 1 : 25]})
+        # Each turn adds a message to one of 50 agents' histories: a single one takes a minute to offer.
+        begin(trace, {"messages": messages[turn % 50 : turn + 1 : 50]})
     begin(trace, {"messages": messages})
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 60)
@@ -335,7 +335,7 @@ def test_the_last_of_5000_turns_is_rebuilt_without_recursion() -> None:
         rebuilt = [trace.turns[i].request["messages"] for i in (-1, -2, 0)]
     finally:
         sys.setrecursionlimit(limit)
-    assert rebuilt == [messages, messages[24::25], messages[:1]]
+    assert rebuilt == [messages, messages[49::50], messages[:1]]
     assert Trace.from_jsonl(trace.to_jsonl()).turns[-1].request["messages"] == messages
 
 
