@@ -8,9 +8,8 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
-from interception.base import CALL_ID_HEADER
 from interception.dialects.base import Dialect, Stream
-from interception.headers import to_client
+from interception.headers import CALL_ID_HEADER, to_client
 from interception.outbound import SENT_LAST, Outbound
 from interception.policy import ServingPolicy
 from interception.sse import loads
