@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 from pydantic_core import to_json
 
 from interception.answer import AnswerReader
-from interception.base import CALL_ID_HEADER, STATE_ROUTE_HEADER
+from interception.base import STATE_ROUTE_HEADER
 from interception.dialects import CHAT, DIALECTS, MESSAGES, Dialect
 from interception.growth import Request, digest_of
 from interception.headers import Sending, secret_of, to_client, to_upstream
@@ -405,18 +405,15 @@ class Routes:
         attempt = Attempt(call_id)
         call.turn.attempts.append(attempt)
         call.failure_kept = False
-        url, headers, upstream, _ = sending
-        headers = headers.copy()
-        headers[CALL_ID_HEADER] = call_id
 
         async def work(exchange: Exchange) -> None:
             try:
-                posting = self._server.upstreams.post(upstream, url, headers=headers, body=call.body)
+                posting = self._server.upstreams.post(sending, call_id, call.body)
                 call.body = b""  # nobody holds it once it is sent: the record has it, and a retry brings its own
                 async with posting as response:
                     await AnswerReader(session, call, exchange, self._policy).read(response)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                raise failure(error, upstream) from error
+                raise failure(error, sending.upstream) from error
 
         call.exchange = Exchange(attempt, work)
         call.exchange.on_end = lambda: self._ended(session, call)
@@ -474,7 +471,7 @@ def _sending(request: web.BaseRequest, session: RolloutSession, dialect: Dialect
     made_of = request.raw_path, dialect, came, upstream.headers.copy()
     if last is None or last.upstream is not upstream or last.made_of != made_of:
         url = _with_query(dialect.url(upstream.base_url, dialect.path), request)
-        last = session.sending = Sending(url, _upstream_headers(request, session, dialect), upstream, made_of)
+        last = session.sending = Sending(upstream, url, _upstream_headers(request, session, dialect), made_of)
     return last
 
 

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from multidict import CIMultiDict
 from yarl import URL
 
 from interception.answer import UpstreamAnswer
 from interception.connecting import Unreachable
 from interception.connection import NoHttp, Undecodable
+from interception.headers import Sending
 from interception.session import Upstream
 from interception.turn import Failure
 from interception.wire import Wire
@@ -62,14 +62,12 @@ class UpstreamClients:
             self._wires[key] = wire
         return self._wires[key]
 
-    def post(
-        self, upstream: Upstream, url: str, *, headers: CIMultiDict[str], body: bytes
-    ) -> AbstractAsyncContextManager[UpstreamAnswer]:
+    def post(self, sending: Sending, call_id: str, body: bytes) -> AbstractAsyncContextManager[UpstreamAnswer]:
         """The request of a turn."""
-        wire = self._wire(upstream) if len(body) <= PIECE else None
+        wire = self._wire(sending.upstream) if len(body) <= PIECE else None
         if wire is None:
-            return self.request(upstream, "POST", url, headers=headers, body=body)
-        return wire.post(url, headers, body)
+            return self.request(sending.upstream, "POST", sending.url, headers=sending.headers(call_id), body=body)
+        return wire.post(sending, call_id, body)
 
     def request(
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None

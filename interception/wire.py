@@ -9,13 +9,13 @@ import asyncio
 from functools import lru_cache
 from typing import Final, Self
 
-from aiohttp import hdrs
 from aiohttp.http import SERVER_SOFTWARE
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 from yarl import URL
 
 from interception.connecting import Origin
 from interception.connection import Connection
+from interception.headers import CALL_ID_HEADER, Sending
 from interception.turn import Failure
 
 KEEPALIVE: Final = 4.0
@@ -48,20 +48,15 @@ class Wire:
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def post(self, url: str, headers: CIMultiDict[str], body: bytes) -> "Post":
-        return Post(self, url, headers, body)
+    def post(self, sending: Sending, call_id: str, body: bytes) -> "Post":
+        return Post(self, sending, call_id, body)
 
-    async def send(self, url: str, headers: CIMultiDict[str], body: bytes) -> Connection:
+    async def send(self, sending: Sending, call_id: str, body: bytes) -> Connection:
         """A connection on which the request was sent."""
-        head = [f"POST {_target(url)} HTTP/1.1"]
-        for name, value in self._defaults.items():
-            headers.setdefault(name, value)
-        headers[hdrs.CONTENT_LENGTH] = str(len(body))
-        head += [f"{name}: {value}" for name, value in headers.items()]
-        text = "\r\n".join(head)
-        if text.count("\n") != len(head) - 1 or text.count("\r") != len(head) - 1 or "\0" in text:
-            raise Failure(400, "a header of the request has a line break or a NUL in it")
-        data = f"{text}\r\n\r\n".encode(errors="surrogateescape") + body
+        head = sending.head
+        if head is None:
+            head = sending.head = self._head(sending)
+        data = b"%b%b\r\nContent-Length: %d\r\n\r\n%b" % (head, call_id.encode(), len(body), body)
         connection = self._known() or await self._connect()
         connection.expect()
         if connection.transport is not None:  # else it was lost as soon as it was made: the reader is told
@@ -89,6 +84,18 @@ class Wire:
         for connection in open:
             connection.abort()
         await asyncio.gather(*(connection.lost for connection in open))
+
+    def _head(self, sending: Sending) -> bytes:
+        """What all calls begin with that go there: up to a call's id, which with the length of its body is its own."""
+        headers = sending.headers("")
+        headers.popall(CALL_ID_HEADER)
+        headers.popall("Content-Length", None)
+        for name, value in self._defaults.items():
+            headers.setdefault(name, value)
+        lines = [f"POST {_target(sending.url)} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        if any(mark in line for line in lines for mark in "\r\n\0"):
+            raise Failure(400, "a header of the request has a line break or a NUL in it")
+        return "\r\n".join([*lines, f"{CALL_ID_HEADER}: "]).encode(errors="surrogateescape")
 
     def _known(self) -> Connection | None:
         oldest = asyncio.get_running_loop().time() - self._keepalive
@@ -122,11 +129,12 @@ class Post:
     """Entered once the head of the answer is there; raises what an `aiohttp.ClientSession` would, or its like. At the
     end the connection is kept for others, or cut if not all of the answer was read."""
 
-    def __init__(self, wire: Wire, url: str, headers: CIMultiDict[str], body: bytes) -> None:
+    status: int
+    headers: CIMultiDictProxy[str]
+
+    def __init__(self, wire: Wire, sending: Sending, call_id: str, body: bytes) -> None:
         self._wire = wire
-        self._request: tuple[str, CIMultiDict[str], bytes] | None = (url, headers, body)
-        self.status = 0
-        self.headers: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
+        self._request: tuple[Sending, str, bytes] | None = (sending, call_id, body)
         self._connection: Connection | None = None
 
     @property

@@ -28,6 +28,7 @@ from multidict import CIMultiDict
 from interception import Upstream
 from interception.connecting import ADDRESSES_KEPT, Origin, _from, _tls
 from interception.connection import Connection
+from interception.headers import Sending
 from interception.turn import Failure
 from interception.upstream import PIECE, UpstreamClients, failure
 from interception.wire import KEEPALIVE
@@ -115,9 +116,13 @@ async def ends_seen(made: UpstreamClients) -> None:
 
 async def outcome(made: UpstreamClients, to: Upstream, *, wire: bool, headers: Any = (), body: bytes = b"{}") -> Any:
     """Of one request: status, headers and body, or what a client is told of its failure."""
-    send = made.post if wire else lambda *args, **named: made.request(args[0], "POST", *args[1:], **named)
+    sending = Sending(to, f"{to.base_url}/x?y=%41", CIMultiDict(headers))
     try:
-        async with send(to, f"{to.base_url}/x?y=%41", headers=CIMultiDict(headers), body=body) as answer:
+        async with (
+            made.post(sending, "id", body)
+            if wire
+            else made.request(to, "POST", sending.url, headers=sending.headers("id"), body=body)
+        ) as answer:
             told = [(name, value) for name, value in answer.headers.items() if name != "Date"]
             return answer.status, told, await answer.read()
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -306,7 +311,7 @@ async def test_silence_is_not_the_end_of_an_answer(name: str) -> None:
 async def test_nor_is_the_servers_stop() -> None:
     async with Peer(ANSWERS["until the end"]).serving() as url, clients() as made:
         to = upstream(url)
-        async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+        async with made.post(Sending(to, f"{to.base_url}/x", CIMultiDict()), "id", b"{}") as answer:
             reading = asyncio.create_task(answer.read())
             await asyncio.sleep(0)
             await made.close()
@@ -478,7 +483,7 @@ class TestKeptConnections:
         async with peer.serving() as url, clients() as made:
             to = upstream(url)
             assert (await outcome(made, to, wire=True))[0] == 200
-            async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+            async with made.post(Sending(to, f"{to.base_url}/x", CIMultiDict()), "id", b"{}") as answer:
                 assert await answer.content.readany() == b"ok"
             assert (await outcome(made, to, wire=True))[0] == 200
         assert peer.accepted == 2
