@@ -42,10 +42,6 @@ INLINE = 64
 MIN_RUN, MAX_RUN, TOP_RUN = 2, 32, 8
 """References in one run of a list, at least (so that levels shrink) and at most, and in the list's own entry."""
 
-ROOMY = 64 * 1024
-"""Bytes below which it matters that a text of orjson's takes 4 kB more than its length for as long as it is kept
-(3.13, measured: it writes into a buffer, whose end is not given back)."""
-
 MARK = b'{"\\u0000":['
 END = b"]}"
 MESSAGES = MARK + END
@@ -187,9 +183,9 @@ class Bodies:
     # -- parts ---------------------------------------------------------------------------------
 
     def _put(self, text: bytes) -> int:
-        if len(text) < ROOMY:
-            text = b"%b" % text  # a copy takes no more than its length
-        # `setdefault` hashes it once, which is most of what a long one takes.
+        # A copy takes no more than its length, where orjson's text takes all that it might have needed: of a string
+        # eight times as much. `setdefault` hashes it once, which is most of what a long one costs.
+        text = b"%b" % text
         number = self._numbers.setdefault(text, new := len(self._entries))
         if number == new:
             self._entries.append(text)
