@@ -161,11 +161,14 @@ class Growth:
 def _place(body: bytes, came: Mapping[str, Any], field: str) -> tuple[int, int, int] | None:
     """Where in `body` the items of its list `field` begin and end, and the bytes of the last one; None if that is not
     sure."""
+    messages = came.get(field)
+    if not messages or not isinstance(messages, list):
+        return None  # the session's own are sent
     try:
         if orjson.dumps(came) == body:  # as most SDKs write it: then its parts, too, are what is written of them
             before, after = _around(came, field)
-            return len(before), len(body) - len(after), len(orjson.dumps(came[field][-1]))
-    except (TypeError, LookupError):
+            return len(before), len(body) - len(after), len(orjson.dumps(messages[-1]))
+    except TypeError:  # an integer over 64 bits, half a surrogate pair
         pass
     try:
         items = bytes(TOP.decode(body)[field])

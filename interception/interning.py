@@ -50,7 +50,7 @@ MESSAGES = MARK + END
 NUL_KEY = b'{"\\u0000'
 ESCAPED_NUL_KEY = b'{"\\u0000\\u0000'
 
-SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
+SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 3))
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 

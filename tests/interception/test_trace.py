@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from interception.interning import Bodies
@@ -172,6 +172,7 @@ def entries(bodies: Bodies) -> list[bytes]:
         max_size=4,
     )
 )
+@example(["x" * 253, "x" * 254, {"a": "é" * 126, "b": "é" * 127, "c": ["\x01" * 42], "d": {"e": "\x01" * 43}}])
 @settings(max_examples=50, deadline=None)
 def test_long_strings_are_found_in_values_as_in_their_texts(values: list[Any]) -> None:
     bodies, by_text = Bodies(), ByText()
