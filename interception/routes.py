@@ -25,6 +25,7 @@ from interception.session import RolloutSession
 from interception.state import tag
 from interception.trace import Attempt
 from interception.turn import Call, Exchange, Failure
+from interception.turnstile import Turnstile
 from interception.upstream import Posting, failure
 from tunnel import HEALTH_PATH, IDENTITY_HEADER
 
@@ -66,7 +67,7 @@ class Routes:
     def __init__(self, server: "InterceptionServer") -> None:
         self._server = server
         self._policy = server.config.serving
-
+        self._turnstile = Turnstile()
         tunnel = server.tunnel
         # The URL handed out may have a marker in its path, by which requests through it are known.
         self._prefix = tunnel.path_prefix if tunnel is not None else ""
@@ -293,6 +294,7 @@ class Routes:
     ) -> web.StreamResponse:
         queued = time.time()
         session.calls_seen += 1
+        await self._turnstile.passed()
         call, arrived = await self._call_of(request, dialect, session, call_id, queued)
         behind_tunnel = self._server.tunnel is not None
         whole = session.streaming == "whole" or (
