@@ -164,8 +164,10 @@ def _place(body: bytes, came: Mapping[str, Any], field: str) -> tuple[int, int, 
     messages = came.get(field)
     if not messages or not isinstance(messages, list):
         return None  # the session's own are sent
+    colon = body.find(b":")
     try:
-        if orjson.dumps(came) == body:  # as most SDKs write it: then its parts, too, are what is written of them
+        # As most SDKs write it: then its parts, too, are what is written of them.
+        if body[colon + 1 : colon + 2] != b" " and orjson.dumps(came) == body:
             before, after = _around(came, field)
             return len(before), len(body) - len(after), len(orjson.dumps(messages[-1]))
     except TypeError:  # an integer over 64 bits, half a surrogate pair
