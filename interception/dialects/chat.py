@@ -37,7 +37,6 @@ NESTED_TEXTS: Final = {
 MESSAGE_OTHERS: Final = frozenset({"tool_calls", "reasoning_details", *NESTED_TEXTS, *MESSAGE_LISTS})
 """What of a message is neither a text nor put."""
 CONTAINERS: Final = (dict, list)
-NOT_OF_CHOICE: Final = frozenset({"index", "delta", "message"})
 ARGUMENTS: Final = ("tool_calls", 0, "function", "arguments")
 """Where they are in the delta of one call."""
 DETAIL_TEXTS: Final = frozenset({"text", "summary", "data"})
@@ -121,6 +120,7 @@ class ChatStream(Stream):
                 top[name] = value  # as `put` would
         parts = payload.get("choices")
         choice: _Choice | None = None
+        only_put = False
         if isinstance(parts, list):
             for part in parts:
                 if isinstance(part, dict):
@@ -128,7 +128,7 @@ class ChatStream(Stream):
                     choice = self._choices.get(index)
                     if choice is None:
                         choice = self._choices[index] = _Choice(index)
-                    choice.add(part)
+                    only_put = choice.add(part)
         error = payload.get("error")
         if error or event.event == "error" or payload.get("object") == "error":  # the latter: vLLM of old
             return self._failed(payload, event.data or "", shown=bool(error))
@@ -136,11 +136,12 @@ class ChatStream(Stream):
             return OPEN
         if choice.finished:
             return CLOSING if self._finished() else OPEN
-        if self._refrains_left and parts == [part]:
-            # It may be a chunk that adds a piece of text and nothing else: all else of it is put, again or once.
-            path = _adds_only_text(part)
+        if only_put and self._refrains_left and parts == [part]:
+            # It may be a chunk that adds a piece of text and nothing else.
+            delta = obj(part.get("delta"))
+            path = _only_text(delta)
             if path:
-                self._may_repeat(event, ("choices", 0, "delta", *path), choice.so_far(part["delta"], path))
+                self._may_repeat(event, ("choices", 0, "delta", *path), choice.so_far(delta, path))
         return OPEN
 
     def _read_text(self, event: SseEvent) -> Phase:
@@ -186,24 +187,31 @@ class _Choice:
             return obj(self._call_of(delta["tool_calls"][0]).get("function")).get("arguments")
         return self._message.get(str(path[0]))
 
-    def add(self, part: Json) -> None:
+    def add(self, part: Json) -> bool:
+        """Take a delta. Whether all else in `part` is put, again or once."""
         fields = self._fields
+        only_put = True
         for name, value in part.items():
-            if name in NOT_OF_CHOICE:
+            if name == "index" or name == "delta":
                 continue
             if value is None:
                 if name not in fields:
                     fields[name] = None
             elif name == "logprobs" and isinstance(value, dict):
+                only_put = False
                 fields[name] = self._logprobs
                 for kind, values in value.items():
                     extend(self._logprobs, kind, values)
             elif name == "token_ids":
+                only_put = False
                 extend(fields, name, value)
+            elif name == "message":
+                only_put = False
             elif value != "" or name not in fields:
                 fields[name] = value  # as `put` would
         # A server may answer with a whole message in place of a delta.
         self._add_delta(obj(part.get("delta")) or obj(part.get("message")))
+        return only_put
 
     def _add_delta(self, delta: Json) -> None:
         message = self._message
@@ -272,11 +280,8 @@ class _Choice:
         return whole
 
 
-def _adds_only_text(part: Json) -> Path:
-    """Where in the delta of `part` the one text is that is all it adds; empty if it may be more, or less."""
-    delta = part.get("delta")
-    if not isinstance(delta, dict):
-        return ()
+def _only_text(delta: Json) -> Path:
+    """Where in `delta` the one text is that is all it adds; empty if it may be more, or less."""
     added = ""
     for name, value in delta.items():
         if value and name != "role":
@@ -285,9 +290,6 @@ def _adds_only_text(part: Json) -> Path:
             added = name
     if not added:
         return ()
-    for name, value in part.items():
-        if isinstance(value, CONTAINERS) and name != "delta":
-            return ()
     if added in MESSAGE_TEXTS:
         return (added,) if isinstance(delta[added], str) else ()
     if added != "tool_calls":

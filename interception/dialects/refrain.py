@@ -244,20 +244,26 @@ class Refrain:
     def _plain(self, body: bytes, parts: list[bytes]) -> bool:
         """Whether no value of `parts`, which make up `body`, has a quote in it, escaped or not, or is more than a
         value."""
-        quotes = (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes
-        if body.count(b'"') != quotes or LF in body or CR in body:
+        if LF in body or CR in body or (BACKSLASH in body and (b'\\"' in body or body.endswith(b"\\"))):
             return False
-        if BACKSLASH in body and (b'\\"' in body or body.endswith(b"\\")):
+        if len(self._between) == 1:
+            # One with its quotes and no others has what is between its values once at most; that all have it shows in
+            # the number of values.
+            return {*map(bytes.count, parts, repeat(b'"'))} == {self._quotes}
+        if body.count(b'"') != (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes:
             return False
         return all({*map(bytes.count, parts, repeat(literal))} == {1} for literal, _ in self._between)
 
     def _unescaped(self, parts: list[bytes]) -> tuple[list[bytes], int]:
         """Those of the first of `parts` of which the same is true once their escaped quotes are written differently:
         written so; and how long they were."""
+        # An escaped backslash first: the quote after it is not escaped.
+        texts = b"\n".join(parts).replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022").split(b"\n")
+        if len(texts) == len(parts) and self._plain(self._separator.join(texts), texts):
+            return texts, sum(map(len, parts))
         texts = []
         length = 0
         for part in parts:
-            # An escaped backslash first: the quote after it is not escaped.
             text = part.replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022")
             if not self._plain(text, [text]):
                 break
