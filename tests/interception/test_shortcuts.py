@@ -236,6 +236,35 @@ class TestRepeatingStreams:
             assert stream.response() == whole.response()
             assert (stream.events, stream.phase) == (whole.events, whole.phase)
 
+    def test_each_event_has_what_stands_between_its_values_once(self) -> None:
+        event = part("a").replace(b'"obfuscation":"ay"', b'"obfuscation":"y"')
+        padding = b'","obfuscation":"y"'
+        twice, without = event.replace(padding, b'","obfuscation":"x","obfuscation":"b"'), event.replace(padding, b'"')
+        stream, whole = RESPONSES.stream(), RESPONSES.stream()
+        raws = [event, event, twice, without.replace(b'"a"', b'"c"'), event]
+        read(stream, raws, shortcut=True)
+        read(whole, raws, shortcut=False)
+        assert stream.response() == whole.response()
+
+    @pytest.mark.parametrize(
+        ("fields", "told"),
+        [
+            ({}, 8),
+            ({"stop_reason": None, "matched": {"a": [1]}}, 8),
+            ({"token_ids": [5]}, 0),
+            ({"logprobs": {"content": [{"logprob": -1}]}}, 0),
+            ({"logprobs": {}}, 0),
+            ({"message": {"content": "y"}}, 0),
+        ],
+        ids=["nothing", "what is put", "token ids", "logprobs", "empty logprobs", "a message"],
+    )
+    def test_a_choice_with_more_than_its_text_to_be_added_is_read_whole(self, fields: Json, told: int) -> None:
+        stream, whole = CHAT.stream(), CHAT.stream()
+        raws = [chat("x", **fields) for _ in range(9)] + [chat("y", logprobs=None, token_ids=None)]
+        assert read(stream, raws, shortcut=True) == told
+        read(whole, raws, shortcut=False)
+        assert stream.response() == whole.response()
+
     def test_the_number_of_an_event_is_no_other_number_in_it(self) -> None:
         stream, whole = RESPONSES.stream(), RESPONSES.stream()
         fields = {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "sequence_number": 5}
