@@ -237,7 +237,8 @@ class TestRepeatingStreams:
             assert (stream.events, stream.phase) == (whole.events, whole.phase)
 
     def test_each_event_has_what_stands_between_its_values_once(self) -> None:
-        event = part("a").replace(b'"obfuscation":"ay"', b'"obfuscation":"y"')
+        fields = {"type": "response.output_text.delta", "output_index": 0, "content_index": 0}
+        event = sse({**fields, "delta": "a", "obfuscation": "y"})
         padding = b'","obfuscation":"y"'
         twice, without = event.replace(padding, b'","obfuscation":"x","obfuscation":"b"'), event.replace(padding, b'"')
         stream, whole = RESPONSES.stream(), RESPONSES.stream()
