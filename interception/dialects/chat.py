@@ -192,7 +192,7 @@ class _Choice:
         fields = self._fields
         only_put = True
         for name, value in part.items():
-            if name == "index" or name == "delta":
+            if name == "delta" or name == "index" or name == "message":
                 continue
             if value is None:
                 if name not in fields:
@@ -205,8 +205,6 @@ class _Choice:
             elif name == "token_ids":
                 only_put = False
                 extend(fields, name, value)
-            elif name == "message":
-                only_put = False
             elif value != "" or name not in fields:
                 fields[name] = value  # as `put` would
         # A server may answer with a whole message in place of a delta.

@@ -255,7 +255,7 @@ class TestRepeatingStreams:
             ({"token_ids": [5]}, 0),
             ({"logprobs": {"content": [{"logprob": -1}]}}, 0),
             ({"logprobs": {}}, 0),
-            ({"message": {"content": "y"}}, 0),
+            ({"message": {"role": "user"}}, 8),
         ],
         ids=["nothing", "what is put", "token ids", "logprobs", "empty logprobs", "a message"],
     )
