@@ -133,10 +133,13 @@ class SseParser:
         self._after_cr = False
         self._started = False
         self._bom = b""  # of the stream, while its first block is read
+        self._between = False  # the last chunk was plain, and ended with an event
 
     def plain(self, chunk: bytes) -> bytes | None:
         """The events that `chunk` completes, in a row, where blank lines (two LFs) alone cut the stream there; None
         where they do not: then nothing has been taken of it, and it is for `by_lines`."""
+        if self._between and chunk.endswith(b"\n\n") and CR not in chunk and not chunk.startswith(b"\n"):
+            return chunk  # as nearly all of a live stream are
         if not self._plain(chunk):
             return None
         data = bytes(self._raw) + chunk if self._raw else chunk
@@ -147,6 +150,7 @@ class SseParser:
             self._raw[:] = data[end:]
             self._line = self._raw.rfind(b"\n") + 1
         self._started = True
+        self._between = end == len(data)
         return data[:end]
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
@@ -164,6 +168,7 @@ class SseParser:
 
     def by_lines(self, chunk: bytes) -> list[SseEvent]:
         """The same for one that is not `plain`."""
+        self._between = False
         events: list[SseEvent] = []
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""

@@ -158,7 +158,7 @@ class ChatStream(Stream):
     def response(self) -> Json | None:
         if not self._choices and (not self._top or self.phase is FAILED):
             return None
-        choices = [choice.whole() for _, choice in sorted(self._choices.items())]
+        choices = [self._choices[index].whole() for index in sorted(self._choices)]
         return {**self._top, "object": "chat.completion", "choices": choices}
 
     def usage_chunk(self, event: SseEvent) -> bool:
