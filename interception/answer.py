@@ -13,7 +13,7 @@ from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
 from interception.session import RolloutSession
-from interception.sse import SseEvent, SseParser, dumps, end_of_plain, loads
+from interception.sse import SseEvent, SseParser, dumps, loads, plain_event
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
@@ -273,9 +273,9 @@ class _Reading:
             elif phase is FAILED:
                 break
             else:
-                end = end_of_plain(data, at)
-                self._look_at(SseEvent(data[at:end]))
-                at = end
+                event = plain_event(data, at)
+                self._look_at(event)
+                at += len(event.raw)
                 looked_at += 1
                 if looked_at % BATCH == 0:
                     yield
