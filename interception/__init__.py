@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from interception.base import (
-    CALL_ID_HEADER,
     STATE_ROUTE_HEADER,
     AcquireTimeoutError,
     Interception,
@@ -18,6 +17,7 @@ from interception.config import (
     StaticInterceptionPoolConfig,
 )
 from interception.elastic import ElasticInterceptionPool
+from interception.headers import CALL_ID_HEADER
 from interception.hooks import Hook, StopRollout
 from interception.limits import RolloutLimits
 from interception.make import make_interception

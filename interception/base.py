@@ -9,9 +9,6 @@ from typing import NamedTuple, Protocol, Self
 from interception.session import RolloutSession
 from tunnel import TunnelError
 
-CALL_ID_HEADER = "X-VF-Call-Id"
-"""One id for a model call: in the log, the record, the answer's headers and the upstream's."""
-
 STATE_ROUTE_HEADER = "X-VF-State-Route"
 """Names the session a shared tool server speaks for."""
 

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from multidict import CIMultiDict
 
 if TYPE_CHECKING:
     from interception.session import Upstream
+
+CALL_ID_HEADER = "X-VF-Call-Id"
+"""One id for a model call: in the log, the record, the answer's headers and the upstream's."""
 
 HOP_BY_HOP = frozenset(
     {
@@ -62,14 +65,25 @@ def to_upstream(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return _crossing(headers, NOT_TO_UPSTREAM)
 
 
-class Sending(NamedTuple):
-    """Where a call goes, and with which headers."""
+class Sending:
+    """Where calls go, and with which headers: all but a call's id. Calls share it."""
 
-    url: str
-    headers: CIMultiDict[str]
-    """All but the call's id. Calls share them: an attempt sends a copy."""
-    upstream: "Upstream"
-    made_of: tuple[Any, ...]
+    __slots__ = ("_headers", "head", "made_of", "upstream", "url")
+
+    def __init__(
+        self, upstream: "Upstream", url: str, headers: CIMultiDict[str], made_of: tuple[Any, ...] = ()
+    ) -> None:
+        self.upstream = upstream
+        self.url = url
+        self.made_of = made_of
+        self.head: bytes | None = None
+        """The same as `interception.wire` writes it, once it has."""
+        self._headers = headers
+
+    def headers(self, call_id: str) -> CIMultiDict[str]:
+        headers = self._headers.copy()
+        headers[CALL_ID_HEADER] = call_id
+        return headers
 
     def __repr__(self) -> str:
         return "<Sending>"  # keys stand in all of it

@@ -133,12 +133,12 @@ class SseParser:
         self._after_cr = False
         self._started = False
         self._bom = b""  # of the stream, while its first block is read
-        self._between = False  # the last chunk was plain, and ended with an event
+        self._ended = False  # the last chunk was plain, and ended with an event
 
     def plain(self, chunk: bytes) -> bytes | None:
         """The events that `chunk` completes, in a row, where blank lines (two LFs) alone cut the stream there; None
         where they do not: then nothing has been taken of it, and it is for `by_lines`."""
-        if self._between and chunk.endswith(b"\n\n") and CR not in chunk and not chunk.startswith(b"\n"):
+        if self._ended and chunk.endswith(b"\n\n") and CR not in chunk and not chunk.startswith(b"\n"):
             return chunk  # as nearly all of a live stream are
         if not self._plain(chunk):
             return None
@@ -150,8 +150,14 @@ class SseParser:
             self._raw[:] = data[end:]
             self._line = self._raw.rfind(b"\n") + 1
         self._started = True
-        self._between = end == len(data)
+        self._ended = end == len(data)
         return data[:end]
+
+    def between(self, chunk: bytes) -> bool:
+        """Whether all that came is events that are whole, and `chunk` begins with another, its lines ended by LFs."""
+        if self._ended:
+            return CR not in chunk and not chunk.startswith(b"\n")
+        return not self._raw and self._started and self._plain(chunk)
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
@@ -167,7 +173,7 @@ class SseParser:
 
     def by_lines(self, chunk: bytes) -> list[SseEvent]:
         """The same for one that is not `plain`."""
-        self._between = False
+        self._ended = False
         events: list[SseEvent] = []
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from interception.base import CALL_ID_HEADER
+from interception.headers import CALL_ID_HEADER
 
 TRIES = 8
 RETRY_WAIT = 0.1

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from interception import RolloutSession, ServingPolicy
-from interception.base import CALL_ID_HEADER
+from interception.headers import CALL_ID_HEADER
 from interception.ledger import Ledger
 from interception.sse import Json
 from tests.helpers import until

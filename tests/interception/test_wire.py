@@ -28,11 +28,13 @@ from multidict import CIMultiDict
 from interception import Upstream
 from interception.connecting import ADDRESSES_KEPT, Origin, _from, _tls
 from interception.connection import Connection
-from interception.turn import Failure
+from interception.headers import Sending
+from interception.ledger import Ledger
+from interception.turn import Call, Failure
 from interception.upstream import PIECE, UpstreamClients, failure
 from interception.wire import KEEPALIVE
 from tests.helpers import until
-from tests.interception.scripted import WIRE, rollout
+from tests.interception.scripted import WIRE, Step, answers, does, rollout
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -115,9 +117,13 @@ async def ends_seen(made: UpstreamClients) -> None:
 
 async def outcome(made: UpstreamClients, to: Upstream, *, wire: bool, headers: Any = (), body: bytes = b"{}") -> Any:
     """Of one request: status, headers and body, or what a client is told of its failure."""
-    send = made.post if wire else lambda *args, **named: made.request(args[0], "POST", *args[1:], **named)
+    sending = Sending(to, f"{to.base_url}/x?y=%41", CIMultiDict(headers))
     try:
-        async with send(to, f"{to.base_url}/x?y=%41", headers=CIMultiDict(headers), body=body) as answer:
+        async with (
+            made.post(sending, "id", body)
+            if wire
+            else made.request(to, "POST", sending.url, headers=sending.headers("id"), body=body)
+        ) as answer:
             told = [(name, value) for name, value in answer.headers.items() if name != "Date"]
             return answer.status, told, await answer.read()
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -306,7 +312,7 @@ async def test_silence_is_not_the_end_of_an_answer(name: str) -> None:
 async def test_nor_is_the_servers_stop() -> None:
     async with Peer(ANSWERS["until the end"]).serving() as url, clients() as made:
         to = upstream(url)
-        async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+        async with made.post(Sending(to, f"{to.base_url}/x", CIMultiDict()), "id", b"{}") as answer:
             reading = asyncio.create_task(answer.read())
             await asyncio.sleep(0)
             await made.close()
@@ -464,6 +470,37 @@ class TestKeptConnections:
             assert (await outcome(made, upstream(url), wire=True))[0] == 200
         assert peer.accepted == 2
 
+    async def test_on_one_that_is_free_a_request_leaves_at_once(self) -> None:
+        peer = Peer(OK)
+        async with peer.serving() as url, clients() as made:
+            sending = Sending(upstream(url), f"{url}/x", CIMultiDict())
+            await outcome(made, sending.upstream, wire=True)
+            posting = made.post(sending, "id", b"[]")
+            await until(lambda: len(peer.requests) == 2)  # though nobody has entered it
+            async with posting as answer:
+                assert await answer.read() == b"ok"
+            posting.drop()  # has no say any more
+            await outcome(made, sending.upstream, wire=True)
+            assert (peer.accepted, peer.open) == (1, 1)
+
+    async def test_and_is_cut_if_its_rollout_ends_before_the_call_has_begun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with rollout() as running:
+            running.upstream.then(answers(WIRE.body()), does(Step.HANG))
+            await running.call(WIRE, WIRE.request())
+            add = Ledger.add
+
+            def added(ledger: Ledger, call: Call, *, key: str | None) -> None:
+                add(ledger, call, key=key)
+                call.exchange.cancel(Failure(409, "over"))  # its task has not run
+
+            monkeypatch.setattr(Ledger, "add", added)
+            async with running.open(WIRE, WIRE.request()) as response:
+                assert response.status == 409
+            await until(lambda: running.upstream.calls == 2 and running.upstream.abandoned == 1)
+            assert not open_of(running.server.upstreams)
+
     async def test_none_is_kept_once_the_server_has_stopped(self) -> None:
         peer = Peer(OK)
         async with peer.serving() as url, clients() as made:
@@ -478,7 +515,7 @@ class TestKeptConnections:
         async with peer.serving() as url, clients() as made:
             to = upstream(url)
             assert (await outcome(made, to, wire=True))[0] == 200
-            async with made.post(to, f"{to.base_url}/x", headers=CIMultiDict(), body=b"{}") as answer:
+            async with made.post(Sending(to, f"{to.base_url}/x", CIMultiDict()), "id", b"{}") as answer:
                 assert await answer.content.readany() == b"ok"
             assert (await outcome(made, to, wire=True))[0] == 200
         assert peer.accepted == 2
