@@ -246,9 +246,9 @@ class Refrain:
         value."""
         if LF in body or CR in body or (BACKSLASH in body and (b'\\"' in body or body.endswith(b"\\"))):
             return False
-        if len(self._between) == 1:
-            # One with its quotes and no others has what is between its values once at most; that all have it shows in
-            # the number of values.
+        if self._stride == 2 and len(self._between) == 1:
+            # With as many quotes one either has what is between its two values, once, or is more than two values, or
+            # one that is no number where it should be: both show later.
             return {*map(bytes.count, parts, repeat(b'"'))} == {self._quotes}
         if body.count(b'"') != (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes:
             return False

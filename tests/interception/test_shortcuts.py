@@ -247,6 +247,15 @@ class TestRepeatingStreams:
         read(whole, raws, shortcut=False)
         assert stream.response() == whole.response()
 
+    def test_nor_is_a_brace_missing_before_blanks(self) -> None:
+        for kept in (b'"', b'"]', b'"}"', b'"}}', b"}"):
+            stream, whole = MESSAGES.stream(), MESSAGES.stream()
+            raws = [with_blanks(text) for text in "abc"]
+            raws[2:2] = [with_blanks("de").replace(b'"} ', kept + b" "), with_blanks("f")]
+            read(stream, raws, shortcut=True)
+            read(whole, raws, shortcut=False)
+            assert stream.response() == whole.response()
+
     @pytest.mark.parametrize(
         ("fields", "told"),
         [
