@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import aiohttp
 
 from interception.connection import Connection
-from interception.dialects.base import Phase, Stream, read_error
+from interception.dialects.base import FAILED, OPEN, Phase, Stream, read_error
 from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
 from interception.session import RolloutSession
-from interception.sse import SseEvent, SseParser, dumps, end_of_plain, loads
+from interception.sse import SseEvent, SseParser, dumps, loads, plain_event
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
@@ -260,7 +260,7 @@ class _Reading:
             if plain is None:
                 yield from self._each(self._parser.by_lines(piece))
             elif plain:
-                at = stream.repeats(plain) if stream.phase is Phase.OPEN else 0
+                at = stream.repeats(plain) if stream.phase is OPEN else 0
                 if at:
                     self.begun = True
                     self.free.append(plain[:at])
@@ -269,7 +269,7 @@ class _Reading:
 
     def repeated(self, piece: bytes) -> int:
         """How many bytes of `piece`, from its beginning on, are the last event again; they are taken then."""
-        if self._stream.phase is not Phase.OPEN or len(piece) > SLICE or not self._parser.between(piece):
+        if self._stream.phase is not OPEN or len(piece) > SLICE or not self._parser.between(piece):
             return 0
         return self._stream.repeats(piece)
 
@@ -279,17 +279,20 @@ class _Reading:
         return [event.raw for event in events if not (self._withhold_usage and self._stream.usage_chunk(event))]
 
     def _plain(self, data: bytes, at: int) -> Iterator[None]:
-        stream = self._stream
+        stream, size = self._stream, len(data)
         looked_at = 0
-        while at < len(data) and stream.phase is not Phase.FAILED:
-            if stream.phase is Phase.OPEN and (repeated := stream.repeats(data, at)):
+        while at < size:
+            phase = stream.phase
+            if phase is OPEN and (repeated := stream.repeats(data, at)):
                 self.begun = True
                 self.free.append(data[at : at + repeated])
                 at += repeated
+            elif phase is FAILED:
+                break
             else:
-                end = end_of_plain(data, at)
-                self._look_at(SseEvent(data[at:end]))
-                at = end
+                event = plain_event(data, at)
+                self._look_at(event)
+                at += len(event.raw)
                 looked_at += 1
                 if looked_at % BATCH == 0:
                     yield
@@ -298,8 +301,8 @@ class _Reading:
         stream = self._stream
         data = b"".join([event.raw for event in events])
         at = number = 0
-        while number < len(events) and stream.phase is not Phase.FAILED:
-            end = at + stream.repeats(data, at) if stream.phase is Phase.OPEN else at
+        while number < len(events) and stream.phase is not FAILED:
+            end = at + stream.repeats(data, at) if stream.phase is OPEN else at
             if end > at:
                 self.begun = True
                 self.free.append(data[at:end])
@@ -316,10 +319,12 @@ class _Reading:
     def _look_at(self, event: SseEvent) -> None:
         stream = self._stream
         phase = stream.feed(event)
-        if phase is Phase.OPEN:
+        if phase is OPEN:
             self.begun = stream.events > 0
-        if not (self._withhold_usage and stream.usage_chunk(event)):
-            (self.free if phase is Phase.OPEN else self.held).append(event.raw)
+            if not (self._withhold_usage and stream.usage_chunk(event)):
+                self.free.append(event.raw)
+        elif not (self._withhold_usage and stream.usage_chunk(event)):
+            self.held.append(event.raw)
 
 
 def _rest_of(parser: SseParser) -> Iterator[SseEvent]:

@@ -8,7 +8,15 @@ import orjson
 Json = dict[str, Any]
 
 BOM: Final = b"\xef\xbb\xbf"
+CR: Final = 13
+"""As an integer: to look for one in bytes takes a ninth of what bytes of one take."""
 _UNREAD: Final[Any] = object()
+
+END: Final = b"data: [DONE]\n\n"
+"""The last event of chat's streams, and of those made of them."""
+
+NAMELESS: Final = len(b"data: ")
+"""Where the data begins in an event that is one line of it."""
 
 MERGED: Final = 4096
 """Bytes of an unfinished event up to which it is looked at again with the next chunk: longer ones would take the square
@@ -50,7 +58,7 @@ class SseEvent:
     It is read when it is first asked: of a stream that only repeats itself nobody asks.
     """
 
-    __slots__ = ("_bom", "_fields", "_json", "complete", "raw")
+    __slots__ = ("_at", "_bom", "_fields", "_json", "complete", "raw")
 
     def __init__(self, raw: bytes, *, complete: bool = True, bom: bytes = b"") -> None:
         self.raw = raw
@@ -59,32 +67,45 @@ class SseEvent:
         """False for the rest of a stream that ends without a blank line: SDKs drop such an event, and what is sent
         after its `raw` would become a part of it."""
         self._bom = bom
+        self._at = 0  # as `_only_line` says
         self._fields: tuple[str | None, bytes | None, str | None] | None = None
         self._json: Any = _UNREAD
 
     @property
     def event(self) -> str | None:
-        return self._read()[0]
+        return None if self._at == NAMELESS else (self._fields or self._read())[0]
 
     @property
     def data(self) -> str | None:
         """Lines joined by a newline; what is not UTF-8 is replaced."""
-        return _text(self._read()[1])
+        return _text((self._fields or self._read())[1])
 
     @property
     def id(self) -> str | None:
-        return self._read()[2]
+        return (self._fields or self._read())[2]
 
     @property
     def json(self) -> Json | None:
         """`data` as a JSON object, parsed once; None if it is none."""
         if self._json is _UNREAD:
-            self._json = _object((self._fields or self._read())[1])
+            raw = self.raw
+            at = self._at = _only_line(raw)
+            if at and raw.startswith(b"{", at):
+                try:
+                    self._json = orjson.loads(raw[at:])  # the blank line is white space to JSON
+                except orjson.JSONDecodeError:
+                    self._json = _object(self.data)
+            else:
+                self._json = None if raw == END else _object(self.data)
         return self._json  # type: ignore[no-any-return]
 
     def _read(self) -> tuple[str | None, bytes | None, str | None]:
-        if self._fields is None:
-            self._fields = _fields(self.raw.removeprefix(self._bom))
+        raw = self.raw
+        at = _only_line(raw)
+        if at:
+            self._fields = None if at == NAMELESS else _text(raw[7 : at - NAMELESS - 1]), raw[at:-2], None
+        else:
+            self._fields = _fields(raw.removeprefix(self._bom))
         return self._fields
 
     def __eq__(self, other: object) -> bool:
@@ -112,10 +133,13 @@ class SseParser:
         self._after_cr = False
         self._started = False
         self._bom = b""  # of the stream, while its first block is read
+        self._ended = False  # the last chunk was plain, and ended with an event
 
     def plain(self, chunk: bytes) -> bytes | None:
         """The events that `chunk` completes, in a row, where blank lines (two LFs) alone cut the stream there; None
         where they do not: then nothing has been taken of it, and it is for `by_lines`."""
+        if self._ended and chunk.endswith(b"\n\n") and CR not in chunk and not chunk.startswith(b"\n"):
+            return chunk  # as nearly all of a live stream are
         if not self._plain(chunk):
             return None
         data = bytes(self._raw) + chunk if self._raw else chunk
@@ -126,10 +150,13 @@ class SseParser:
             self._raw[:] = data[end:]
             self._line = self._raw.rfind(b"\n") + 1
         self._started = True
+        self._ended = end == len(data)
         return data[:end]
 
     def between(self, chunk: bytes) -> bool:
         """Whether all that came is events that are whole, and `chunk` begins with another, its lines ended by LFs."""
+        if self._ended:
+            return CR not in chunk and not chunk.startswith(b"\n")
         return not self._raw and self._started and self._plain(chunk)
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
@@ -140,13 +167,13 @@ class SseParser:
         events: list[SseEvent] = []
         at = 0
         while at < len(plain):
-            end = end_of_plain(plain, at)
-            events.append(SseEvent(plain[at:end]))
-            at = end
+            events.append(plain_event(plain, at))
+            at += len(events[-1].raw)
         return events
 
     def by_lines(self, chunk: bytes) -> list[SseEvent]:
         """The same for one that is not `plain`."""
+        self._ended = False
         events: list[SseEvent] = []
         pieces = (self._held + chunk).splitlines(keepends=True)
         self._held = b""
@@ -164,7 +191,7 @@ class SseParser:
     def _plain(self, chunk: bytes) -> bool:
         """Whether blank lines alone cut the stream here: it has LFs alone, and does not begin with a blank line."""
         return not (
-            b"\r" in chunk
+            CR in chunk
             or self._held
             or self._after_cr
             or self._bom
@@ -214,24 +241,33 @@ class SseParser:
         return event
 
 
-def end_of_plain(data: bytes, at: int) -> int:
-    """Where the event ends that begins at `at` in what `SseParser.plain` gave. A blank line that follows upon another
-    is one by itself."""
-    return at + 1 if data.startswith(b"\n", at) else data.index(b"\n\n", at) + 2
+def plain_event(data: bytes, at: int) -> SseEvent:
+    """The event that begins at `at` in what `SseParser.plain` gave, read where that is soon done. A blank line that
+    follows upon another is one by itself."""
+    if data.startswith(b"\n", at):
+        return SseEvent(b"\n")
+    raw = data[at : data.index(b"\n\n", at) + 2]
+    event = SseEvent(raw)
+    if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and CR not in raw:
+        event._at = NAMELESS
+        try:
+            event._json = orjson.loads(raw[NAMELESS:])
+        except orjson.JSONDecodeError:
+            return event  # `json` tries again, more patiently
+    return event
+
+
+def _only_line(raw: bytes) -> int:
+    """Where the data begins in an event that is one line of data, or one after a name, as nearly all are; 0: it is
+    another."""
+    at = raw.find(b"\n") + 1 if raw.startswith(b"event: ") else 0
+    one = raw.startswith(b"data: ", at) and raw.endswith(b"\n\n") and raw.find(b"\n", at) == len(raw) - 2
+    return at + NAMELESS if one and CR not in raw else 0
 
 
 def _fields(block: bytes) -> tuple[str | None, bytes | None, str | None]:
     """Its event, its data and its id."""
     name: bytes | None = None
-    # Nearly all are one line of data, or one after a name.
-    if b"\r" not in block and block.endswith(b"\n\n"):
-        at = 0
-        if block.startswith(b"event: "):
-            at = block.index(b"\n") + 1
-            name = block[7 : at - 1]
-        if block.startswith(b"data: ", at) and block.index(b"\n", at) == len(block) - 2:
-            return _text(name), block[at + 6 : -2], None
-        name = None
     id: bytes | None = None
     data: list[bytes] = []
     for line in block.splitlines():
@@ -246,17 +282,13 @@ def _fields(block: bytes) -> tuple[str | None, bytes | None, str | None]:
     return _text(name), b"\n".join(data) if data else None, _text(id)
 
 
-def _object(data: bytes | None) -> Json | None:
-    # Nothing else is an object; `[DONE]`, the end of each stream, would be tried by two parsers.
-    if data is None or not data.lstrip().startswith(b"{"):
+def _object(data: str | None) -> Json | None:
+    if data is None or not data.lstrip().startswith("{"):
         return None
     try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            value = loads(data.decode("utf-8", "replace"))
-        except ValueError:
-            return None
+        value = loads(data)
+    except ValueError:
+        return None
     return value if isinstance(value, dict) else None
 
 

@@ -21,7 +21,7 @@ class Usage:
 
 def count(value: object) -> int | None:
     """`value` if it is a count of tokens."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if type(value) is int and value >= 0 else None
 
 
 def usage_of(

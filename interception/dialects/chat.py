@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from interception.dialects.base import (
+    CLOSING,
+    DONE,
+    FAILED,
+    OPEN,
     OpenAI,
     Phase,
     Stream,
@@ -19,10 +23,8 @@ from interception.dialects.base import (
     text,
 )
 from interception.dialects.refrain import Path
-from interception.sse import Json, SseEvent, sse
+from interception.sse import END, Json, SseEvent, sse
 from interception.usage import Usage, usage_of
-
-DONE: Final = b"data: [DONE]\n\n"
 
 MESSAGE_TEXTS: Final = frozenset({"content", "refusal", "reasoning", "reasoning_content", "thinking"})
 MESSAGE_LISTS: Final = frozenset({"annotations", "images"})
@@ -32,6 +34,9 @@ NESTED_TEXTS: Final = {
     "audio": frozenset({"data", "transcript"}),
 }
 """Objects of a message that come in pieces."""
+MESSAGE_OTHERS: Final = frozenset({"tool_calls", "reasoning_details", *NESTED_TEXTS, *MESSAGE_LISTS})
+"""What of a message is neither a text nor put."""
+CONTAINERS: Final = (dict, list)
 ARGUMENTS: Final = ("tool_calls", 0, "function", "arguments")
 """Where they are in the delta of one call."""
 DETAIL_TEXTS: Final = frozenset({"text", "summary", "data"})
@@ -64,7 +69,7 @@ class ChatCompletions(OpenAI):
         return sse(self.error(status, message))
 
     def render(self, response: Json) -> bytes:
-        return b"".join([*(sse(chunk) for chunk in _chunks(response)), DONE])
+        return b"".join([*(sse(chunk) for chunk in _chunks(response)), END])
 
     def usage(self, response: Json) -> Usage | None:
         usage = obj(response.get("usage"))
@@ -107,22 +112,15 @@ class ChatStream(Stream):
         self._choices: dict[int, _Choice] = {}
 
     def _read(self, event: SseEvent, payload: Json | None) -> Phase:
-        chunk = payload or {}
-        shown = bool(chunk.get("error"))
-        failed = shown or event.event == "error" or chunk.get("object") == "error"  # the latter: vLLM of old
-        if failed:
-            self._failed(payload, event.data or "", shown=shown)
         if payload is None:
-            if failed:
-                return Phase.FAILED
-            # Of nothing there is no end: a stream of `[DONE]` alone broke off.
-            return Phase.DONE if self._choices and (event.data or "").strip() == "[DONE]" else Phase.OPEN
+            return self._read_text(event)
         top = self._top
-        for name, value in chunk.items():
-            if name not in NOT_KEPT and ((value is not None and value != "") or name not in top):
+        for name, value in payload.items():
+            if name not in NOT_KEPT and (value or name not in top or (value is not None and value != "")):
                 top[name] = value  # as `put` would
-        parts = chunk.get("choices")
-        part: object = None
+        parts = payload.get("choices")
+        choice: _Choice | None = None
+        only_put = False
         if isinstance(parts, list):
             for part in parts:
                 if isinstance(part, dict):
@@ -130,31 +128,37 @@ class ChatStream(Stream):
                     choice = self._choices.get(index)
                     if choice is None:
                         choice = self._choices[index] = _Choice(index)
-                    choice.add(part)
-        if failed:
-            return Phase.FAILED
-        if self._finished():
-            return Phase.CLOSING
-        if self._refrains_left and isinstance(part, dict) and len(parts or ()) == 1:
-            # It may be a chunk that adds a piece of text and nothing else: all else of it is put, again or once.
-            path = _adds_only_text(part)
+                    only_put = choice.add(part)
+        error = payload.get("error")
+        if error or event.event == "error" or payload.get("object") == "error":  # the latter: vLLM of old
+            return self._failed(payload, event.data or "", shown=bool(error))
+        if choice is None:
+            return OPEN
+        if choice.finished:
+            return CLOSING if self._finished() else OPEN
+        if only_put and self._refrains_left and parts == [part]:
+            # It may be a chunk that adds a piece of text and nothing else.
+            delta = obj(part.get("delta"))
+            path = _only_text(delta)
             if path:
-                index = index_of(part.get("index"))
-                self._may_repeat(
-                    event, ("choices", 0, "delta", *path), self._choices[index].so_far(part["delta"], path)
-                )
-        return Phase.OPEN
+                self._may_repeat(event, ("choices", 0, "delta", *path), choice.so_far(delta, path))
+        return OPEN
+
+    def _read_text(self, event: SseEvent) -> Phase:
+        """An event whose data is no object."""
+        if event.event == "error":
+            return self._failed(None, event.data or "", shown=False)
+        # Of nothing there is no end: a stream of `[DONE]` alone broke off.
+        return DONE if self._choices and (event.data or "").strip() == "[DONE]" else OPEN
 
     def _finished(self) -> bool:
-        for choice in self._choices.values():
-            if not choice.finished:
-                return False
-        return bool(self._choices) and len(self._choices) >= self._expected
+        choices = self._choices
+        return len(choices) >= self._expected and all(choice.finished for choice in choices.values())
 
     def response(self) -> Json | None:
-        if not self._choices and (not self._top or self.phase is Phase.FAILED):
+        if not self._choices and (not self._top or self.phase is FAILED):
             return None
-        choices = [choice.whole() for _, choice in sorted(self._choices.items())]
+        choices = [self._choices[index].whole() for index in sorted(self._choices)]
         return {**self._top, "object": "chat.completion", "choices": choices}
 
     def usage_chunk(self, event: SseEvent) -> bool:
@@ -183,41 +187,52 @@ class _Choice:
             return obj(self._call_of(delta["tool_calls"][0]).get("function")).get("arguments")
         return self._message.get(str(path[0]))
 
-    def add(self, part: Json) -> None:
+    def add(self, part: Json) -> bool:
+        """Take a delta. Whether all else in `part` is put, again or once."""
         fields = self._fields
+        only_put = True
         for name, value in part.items():
-            if name == "index" or name == "delta" or name == "message":
+            if name == "delta" or name == "index" or name == "message":
                 continue
-            if name == "logprobs" and isinstance(value, dict):
+            if value is None:
+                if name not in fields:
+                    fields[name] = None
+            elif name == "logprobs" and isinstance(value, dict):
+                only_put = False
                 fields[name] = self._logprobs
                 for kind, values in value.items():
                     extend(self._logprobs, kind, values)
             elif name == "token_ids":
+                only_put = False
                 extend(fields, name, value)
-            elif (value is not None and value != "") or name not in fields:
+            elif value != "" or name not in fields:
                 fields[name] = value  # as `put` would
         # A server may answer with a whole message in place of a delta.
         self._add_delta(obj(part.get("delta")) or obj(part.get("message")))
+        return only_put
 
     def _add_delta(self, delta: Json) -> None:
+        message = self._message
         for name, value in delta.items():
             if name in MESSAGE_TEXTS:
-                append(self._message, name, value)
+                append(message, name, value)
+            elif name not in MESSAGE_OTHERS:
+                put(message, name, value)
             elif name == "tool_calls" and isinstance(value, list):
-                self._message.setdefault(name, [])
+                message.setdefault(name, [])
                 for call in objs(value):
                     self._add_call(call)
             elif name == "reasoning_details" and isinstance(value, list):
-                self._message[name] = self._details
+                message[name] = self._details
                 for detail in objs(value):
                     self._add_detail(detail)
             elif name in NESTED_TEXTS and isinstance(value, dict):
-                self._message[name] = self._nested.setdefault(name, {})
+                message[name] = self._nested.setdefault(name, {})
                 join(self._nested[name], value, NESTED_TEXTS[name])
             elif name in MESSAGE_LISTS:
-                extend(self._message, name, value)
-            elif name not in self._message or name not in ("tool_calls", "reasoning_details", *NESTED_TEXTS):
-                put(self._message, name, value)
+                extend(message, name, value)
+            elif name not in message:
+                message[name] = value
 
     def _add_call(self, delta: Json) -> None:
         call = self._call_of(delta)
@@ -256,26 +271,23 @@ class _Choice:
             message["reasoning_details"] = [joined(detail) for detail in self._details]
         if self._calls:
             message["tool_calls"] = [_whole_call(call) for _, call in sorted(self._calls, key=lambda pair: pair[0])]
-        whole = {**joined(self._fields), "message": message}
+        whole = joined(self._fields)
+        whole["message"] = message  # in the place it had
         if self._logprobs:
             whole["logprobs"] = joined(self._logprobs)
         return whole
 
 
-def _adds_only_text(part: Json) -> Path:
-    """Where in the delta of `part` the one text is that is all it adds; empty if it may be more, or less."""
-    for name, value in part.items():
-        if isinstance(value, dict | list) and name != "delta":
-            return ()
-    delta = part.get("delta")
-    if not isinstance(delta, dict):
-        return ()
+def _only_text(delta: Json) -> Path:
+    """Where in `delta` the one text is that is all it adds; empty if it may be more, or less."""
     added = ""
     for name, value in delta.items():
         if value and name != "role":
             if added:
                 return ()
             added = name
+    if not added:
+        return ()
     if added in MESSAGE_TEXTS:
         return (added,) if isinstance(delta[added], str) else ()
     if added != "tool_calls":
@@ -288,7 +300,7 @@ def _adds_only_text(part: Json) -> Path:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str) or not function["arguments"]:
         return ()
     others = [value for name, value in (*call.items(), *function.items()) if name not in ("function", "arguments")]
-    if "input" in function or any(isinstance(value, dict | list) for value in others):
+    if "input" in function or any(isinstance(value, CONTAINERS) for value in others):
         return ()
     return ARGUMENTS
 

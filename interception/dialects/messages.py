@@ -4,7 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from interception.dialects.base import (
+    CLOSING,
+    DONE,
     NO_HEADERS,
+    OPEN,
     Common,
     Phase,
     Pieces,
@@ -96,7 +99,7 @@ class MessagesStream(Stream):
     def _read(self, event: SseEvent, payload: Json | None) -> Phase:
         kind = text((payload or {}).get("type")) or event.event
         if payload is None:
-            return self._failed(None, event.data or "", shown=True) if kind == "error" else Phase.OPEN
+            return self._failed(None, event.data or "", shown=True) if kind == "error" else OPEN
         if kind == "error" or (kind is None and payload.get("error")):
             return self._failed(payload, event.data or "", shown=event.event == "error")
         if kind == "message_start":
@@ -115,8 +118,8 @@ class MessagesStream(Stream):
         elif kind == "message_delta":
             return self._read_end(payload)
         elif kind == "message_stop":
-            return Phase.DONE if self._message is not None or self._blocks else Phase.OPEN
-        return Phase.OPEN
+            return DONE if self._message is not None or self._blocks else OPEN
+        return OPEN
 
     def _read_end(self, payload: Json) -> Phase:
         if self._message is None:
@@ -125,7 +128,7 @@ class MessagesStream(Stream):
         join(self._message, delta)
         join(self._message, {name: value for name, value in payload.items() if name not in ("type", "delta", "usage")})
         join(self._usage, obj(payload.get("usage")))  # counts so far, not further ones
-        return Phase.CLOSING if delta.get("stop_reason") else Phase.OPEN
+        return CLOSING if delta.get("stop_reason") else OPEN
 
     def response(self) -> Json | None:
         if self._message is None and not self._blocks:

@@ -1,13 +1,18 @@
 """Events of a stream that come again and again with another text in the same place: told by their bytes alone."""
 
+import functools
 import re
 from collections.abc import Sequence
 from itertools import pairwise, repeat
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from interception.sse import SseEvent
+
+LF, CR, QUOTE, BACKSLASH = b'\n\r"\\'
+"""As integers: to look for one in bytes takes a ninth of what bytes of one take."""
 
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a value of an event."""
@@ -118,35 +123,38 @@ class Refrain:
         :param padded: whether blanks may stand before the end.
         """
         raw, payload = event.raw, event.json or {}
-        holes = [_hole(raw, path, STRING)]
+        escaped = BACKSLASH in raw
+        found = [_hole(raw, path, escaped)]
         for name in others:
             if isinstance(payload.get(name), str):
-                holes.append(_hole(raw, (name,), STRING))
-        if type(payload.get(counter)) is int:
-            holes.append(_hole(raw, (counter,), NUMBER))
-        found = sorted(hole for hole in holes if hole is not None)
-        if len(found) < len(holes):
+                found.append(_hole(raw, (name,), escaped))
+        if counter and type(payload.get(counter)) is int:
+            found.append(_hole(raw, (counter,), escaped, NUMBER))
+        holes = [*filter(None, found)]
+        if len(holes) < len(found):
             return None
-        literals, probed, at = [], b"", 0
-        for hole in found:
+        holes.sort()
+        literals, at = [], 0
+        for hole in holes:
             literals.append(raw[at : hole.start])
-            probed += raw[at : hole.start] + (TEXT_BYTES if hole.quoted else NUMBER_BYTES)
             at = hole.end
         literals.append(raw[at:])
-        probed += raw[at:]
         # Without escapes, a name that is there once is the name there; else other values in these places must be found
         # by their paths.
-        if b"\\" in raw or any(raw.count(b'"%b"' % str(hole.path[-1]).encode()) != 1 for hole in found):
+        if escaped or any(raw.count(_key(hole.path[-1])[:-1]) != 1 for hole in holes):
+            probed = literals[0]
+            for hole, literal in zip(holes, literals[1:], strict=True):
+                probed += (TEXT_BYTES if hole.quoted else NUMBER_BYTES) + literal
             probes = SseEvent(probed).json
-            for hole in found:
+            for hole in holes:
                 probe = TEXT_PROBE if hole.quoted else NUMBER_PROBE
                 if _at(payload, hole.path) == probe or _at(probes, hole.path) != probe:
                     return None
-        if padded and (end := PADDED.fullmatch(literals[-1])) is not None and found[-1].quoted:
+        if padded and (end := PADDED.fullmatch(literals[-1])) is not None and holes[-1].quoted:
             literals[-1:] = end.groups()
-        if any(b"\\" in literal for literal in literals[1:-1]):
+        if len(literals) > 2 and any(BACKSLASH in literal for literal in literals[1:-1]):
             return None  # it could not be told from what is escaped in a text
-        return cls(literals, found, next(at for at, hole in enumerate(found) if hole.path == path), pieces)
+        return cls(literals, holes, [hole.path for hole in holes].index(path), pieces)
 
     def taken(self, data: bytes, at: int = 0) -> int:
         """How many bytes of `data`, from the beginning of an event on, are it again, whole events all of them; their
@@ -165,7 +173,7 @@ class Refrain:
             if tail:
                 text = text.rstrip(b" ")
                 text = text[: -len(tail)] if text.endswith(tail) else b'"'
-            if b'"' not in text and b"\\" not in text:
+            if QUOTE not in text and BACKSLASH not in text:
                 try:
                     self._pieces.append(orjson.loads(b'"%b"' % text))
                 except orjson.JSONDecodeError:
@@ -219,15 +227,15 @@ class Refrain:
                 break
             if len(texts) > 1:
                 texts.pop()  # of another event, which follows
-        parts = [text[before:-after] for text in texts]
+        parts = [*map(itemgetter(slice(before, -after)), texts)]
         joined = self._joint.join(parts)
         if data.startswith(joined, start) and data.startswith(self._suffix, start + len(joined)):
             return parts
         parts = data[start:].split(self._joint)  # another event is between them
         for at, part in enumerate(parts):
-            if b"\n" in part:
+            if LF in part:
                 text, found, _ = part.partition(self._suffix)
-                parts[at:] = [text] if found and b"\n" not in text else []
+                parts[at:] = [text] if found and LF not in text else []
                 break
         else:
             parts.pop()  # it is cut short
@@ -236,20 +244,26 @@ class Refrain:
     def _plain(self, body: bytes, parts: list[bytes]) -> bool:
         """Whether no value of `parts`, which make up `body`, has a quote in it, escaped or not, or is more than a
         value."""
-        quotes = (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes
-        if body.count(b'"') != quotes or b"\n" in body or b"\r" in body:
+        if LF in body or CR in body or (BACKSLASH in body and (b'\\"' in body or body.endswith(b"\\"))):
             return False
-        if b"\\" in body and (b'\\"' in body or body.endswith(b"\\")):
+        if self._stride == 2 and len(self._between) == 1:
+            # With as many quotes one either has what is between its two values, once, or is more than two values, or
+            # one that is no number where it should be: both show later.
+            return {*map(bytes.count, parts, repeat(b'"'))} == {self._quotes}
+        if body.count(b'"') != (len(parts) - 1) * self._separator.count(b'"') + len(parts) * self._quotes:
             return False
         return all({*map(bytes.count, parts, repeat(literal))} == {1} for literal, _ in self._between)
 
     def _unescaped(self, parts: list[bytes]) -> tuple[list[bytes], int]:
         """Those of the first of `parts` of which the same is true once their escaped quotes are written differently:
         written so; and how long they were."""
+        # An escaped backslash first: the quote after it is not escaped.
+        texts = b"\n".join(parts).replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022").split(b"\n")
+        if len(texts) == len(parts) and self._plain(self._separator.join(texts), texts):
+            return texts, sum(map(len, parts))
         texts = []
         length = 0
         for part in parts:
-            # An escaped backslash first: the quote after it is not escaped.
             text = part.replace(b"\\\\", b"\\u005c").replace(b'\\"', b"\\u0022")
             if not self._plain(text, [text]):
                 break
@@ -258,17 +272,25 @@ class Refrain:
         return texts, length
 
 
-def _hole(raw: bytes, path: Path, value: re.Pattern[bytes]) -> _Hole | None:
-    """The last place in `raw` that looks like that of `path`."""
-    key = b'"%b":' % str(path[-1]).encode()
-    start = raw.rfind(key) + len(key)
-    if start < len(key):
+def _hole(raw: bytes, path: Path, escaped: bool, value: re.Pattern[bytes] = STRING) -> _Hole | None:
+    """The last place in `raw` that looks like that of `path`; `escaped`: whether a quote in `raw` may be."""
+    key = _key(path[-1])
+    at = raw.rfind(key) + len(key)
+    if at < len(key):
         return None
-    found = value.match(raw, start + (raw[start : start + 1] == b" "))
-    if found is None:
-        return None
+    if raw.startswith(b" ", at):
+        at += 1
     quoted = value is STRING
-    return _Hole(found.start() + quoted, found.end() - quoted, path, quoted)
+    if quoted and not escaped:
+        end = raw.find(b'"', at + 1) if raw.startswith(b'"', at) else -1
+        return _Hole(at + 1, end, path, True) if end > 0 else None
+    found = value.match(raw, at)
+    return found and _Hole(at + quoted, found.end() - quoted, path, quoted)
+
+
+@functools.cache
+def _key(name: str | int) -> bytes:
+    return b'"%b":' % str(name).encode()
 
 
 def _at(value: Any, path: Path) -> Any:

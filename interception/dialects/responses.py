@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from interception.dialects.base import (
     COMMENT,
+    DONE,
     NO_HEADERS,
+    OPEN,
     OpenAI,
     Phase,
     Stream,
@@ -131,7 +133,7 @@ class ResponsesStream(Stream):
     def _read(self, event: SseEvent, payload: Json | None) -> Phase:
         kind = text((payload or {}).get("type")) or event.event or ""
         if payload is None:
-            return self._failed(None, event.data or "", shown=True) if kind == "error" else Phase.OPEN
+            return self._failed(None, event.data or "", shown=True) if kind == "error" else OPEN
         self._sequence = max(self._sequence, index_of(payload.get("sequence_number"), -1))
         if kind == "error" or (payload.get("error") and not kind.startswith("response.")):
             return self._failed(payload, event.data or "", shown=True)
@@ -141,13 +143,13 @@ class ResponsesStream(Stream):
         if kind == "response.failed":
             return self._failed(obj(obj(response).get("error")), "the response failed", shown=True)
         if kind in ("response.completed", "response.incomplete"):
-            return Phase.DONE
+            return DONE
         item = self._read_item(kind, payload)
         if item is not None and self._refrains_left and kind.endswith(".delta") and not isinstance(response, dict):
             delta = payload.get("delta")
             if delta and isinstance(delta, str) and not payload.get("logprobs"):
                 self._may_repeat(event, ("delta",), item.so_far(kind.removesuffix(".delta"), payload))
-        return Phase.OPEN
+        return OPEN
 
     def _read_item(self, kind: str, payload: Json) -> "_Item | None":
         """The item of which the event tells a part."""

@@ -138,6 +138,40 @@ def test_a_crlf_event_waits_for_the_lf_that_belongs_to_it() -> None:
     assert parser.end() == []
 
 
+OBJECTS: list[tuple[bytes, str | None, object]] = [
+    (b'data: {"a":1}\n\n', None, {"a": 1}),
+    (b'event: e\ndata: {"a":1}\n\n', "e", {"a": 1}),
+    (b'event: e\r\ndata: {"a":1}\r\n\r\n', "e", {"a": 1}),
+    (b'data: {"a":1}\nevent: e\n\n', "e", {"a": 1}),
+    (b'data: {"a":1}\n: k\n\n', None, {"a": 1}),
+    (b'data: {"a":\ndata: 1}\n\n', None, {"a": 1}),
+    (b'data: {"a":\n1}\n\n', None, None),
+    (b'data: {"a":\r1}\n\n', None, None),
+    (b'event: e\ndata: {"a":\n1}\n\n', "e", None),
+    (b'event: e\nevent: f\ndata: {"a":1}\n\n', "f", {"a": 1}),
+    (b'event: \ndata: {"a":1}\n\n', "", {"a": 1}),
+    (b'event: e\xff\ndata: {"a":"\xff"}\n\n', "e\ufffd", {"a": "\ufffd"}),
+    (b'data:  {"a":1} \n\n', None, {"a": 1}),
+    (b'data:{"a":1}\n\n', None, {"a": 1}),
+    (b'data: {"a":18446744073709551616}\n\n', None, {"a": 18446744073709551616}),
+    (b'data: {"a":Infinity,"a":-Infinity}\n\n', None, {"a": -math.inf}),
+    (b'data: {"a":"\\ud83d"}\n\n', None, {"a": "\ud83d"}),
+    (b'data: {"a":1}}\n\n', None, None),
+    (b"data: [1]\n\n", None, None),
+    (b"data: [DONE]\n\n", None, None),
+    (b"\n", None, None),
+]
+
+
+@pytest.mark.parametrize(("raw", "name", "value"), OBJECTS)
+def test_an_event_is_the_same_whatever_is_asked_first(raw: bytes, name: str | None, value: object) -> None:
+    for asked in itertools.permutations(["event", "json", "data"]):
+        [event] = parse(raw)
+        told = {attribute: getattr(event, attribute) for attribute in asked}
+        assert (told["event"], told["json"]) == (name, value)
+        assert told["data"] == SseEvent(raw).data
+
+
 def test_end_tells_what_lacks_its_blank_line() -> None:
     complete, rest = parse(b"data: 1\n\ndata: 2\n")
     assert complete.complete
