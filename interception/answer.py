@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from interception.connection import Connection
 from interception.dialects.base import Phase, Stream, read_error
 from interception.headers import to_client
 from interception.hooks import run_response_hooks
@@ -111,6 +112,8 @@ class AnswerReader:
             exchange.began(response.status, response.headers, stream)
         else:
             exchange.attempt.status, exchange.attempt.first_byte = response.status, time.time()
+        if isinstance(content, Connection) and not hooked:
+            content.tap = lambda piece: self._at_once(reading, piece)
         broken: Exception | None = None
         phase = Phase.OPEN
         while phase is Phase.OPEN or phase is Phase.CLOSING:
@@ -153,6 +156,14 @@ class AnswerReader:
         exchange.release(b"".join(free + held), terminal=True)
         if phase is Phase.CLOSING and changed is None and not content.at_eof():
             await self._rest(content, reading)
+
+    def _at_once(self, reading: "_Reading", piece: bytes) -> int:
+        """Release those events of a piece, from its beginning on, that are the last one again: most of a live stream,
+        for which this task need not wake. How many of its bytes they are."""
+        repeated = reading.repeated(piece)
+        if repeated:
+            self._exchange.release(piece[:repeated])
+        return repeated
 
     async def _rest(self, content: Content, reading: "_Reading") -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
@@ -255,6 +266,12 @@ class _Reading:
                     self.free.append(plain[:at])
                 if at < len(plain):
                     yield from self._plain(plain, at)
+
+    def repeated(self, piece: bytes) -> int:
+        """How many bytes of `piece`, from its beginning on, are the last event again; they are taken then."""
+        if self._stream.phase is not Phase.OPEN or len(piece) > SLICE or not self._parser.between(piece):
+            return 0
+        return self._stream.repeats(piece)
 
     def unread(self, piece: bytes) -> list[bytes]:
         """What readers may have of `piece`, once the answer is whole."""

@@ -68,6 +68,9 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self.tap: Callable[[bytes], int] | None = None
+        """Asked of a piece of the body for which a reader waits: how many of its bytes it takes. The reader gets the
+        others, and sleeps on if there are none."""
         self._then: Callable[[Connection], None] | None = None
         """To be told when all of an answer that nobody reads any more is here."""
         self._patience: asyncio.TimerHandle | None = None
@@ -123,7 +126,7 @@ class Connection(asyncio.Protocol):
             and not transport.get_write_buffer_size()
         )
         self._expecting, self._headed, self._whole, self._until_end = False, False, False, False
-        self._before_body, self._decoder = 0, None
+        self._before_body, self._decoder, self.tap = 0, None, None
         self._parts.clear()
 
     def finish(self, seconds: float, then: "Callable[[Connection], None]") -> None:
@@ -133,7 +136,7 @@ class Connection(asyncio.Protocol):
             then(self)
             return
         self._parts.clear()
-        self._then = then
+        self._then, self.tap = then, None
         self._patience = self._loop.call_later(seconds, self._finished)
 
     def _finished(self) -> None:
@@ -199,7 +202,8 @@ class Connection(asyncio.Protocol):
             if self._before_body > HEAD_CAP and not (self._headed and _size(self.headers) <= HEAD_CAP):
                 self._headed = False
                 self._failed(NoHttp)
-        self._wake()
+        if self.tap is None or self._waiter is None or self._waiter.done() or self._tapped(self.tap):
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.lost.done():
@@ -222,6 +226,15 @@ class Connection(asyncio.Protocol):
         self._wake()
         self._siblings.discard(self)
         self.lost.set_result(None)
+
+    def _tapped(self, tap: Callable[[bytes], int]) -> bool:
+        """Whether there is anything for the reader, too."""
+        if not self._parts or self._whole or self._error is not None or self._decoder is not None:
+            return True
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        taken = tap(data)
+        self._parts[:] = [data[taken:]] if taken < len(data) else []
+        return bool(self._parts)
 
     def _failed(self, error: Callable[[], Exception]) -> None:
         self._error, self.reusable = error, False

@@ -2,44 +2,20 @@
 
 import logging
 import time
-from email.utils import formatdate
-from functools import lru_cache
-from http import HTTPStatus
+from collections.abc import Callable
 
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 from multidict import CIMultiDict
 
 from interception.dialects.base import Dialect, Stream
 from interception.headers import CALL_ID_HEADER, to_client
+from interception.outbound import SENT_LAST, Outbound
 from interception.policy import ServingPolicy
 from interception.sse import loads
 from interception.turn import Call, Exchange, Failure
 
 logger = logging.getLogger("interception")
-
-REASONS = {status.value: status.phrase for status in HTTPStatus}
-
-
-class _Sent(web.StreamResponse):
-    """Stands for an answer that has left already."""
-
-    def __init__(self, *, last: bool) -> None:
-        super().__init__()
-        self._last = last
-
-    @property
-    def keep_alive(self) -> bool:
-        return not self._last
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        pass
-
-
-SENT, SENT_LAST = _Sent(last=False), _Sent(last=True)
 
 
 async def serve(
@@ -61,11 +37,16 @@ async def serve(
     try:
         wait_for_end = whole or not call.streamed
         graced = behind_tunnel and (call.streamed or policy.keepalive_unstreamed)
-        # A stream is complete with its terminal event: its upstream may keep the connection open for long after that.
-        in_time = await exchange.wait(
-            lambda: exchange.ended or exchange.terminal is not None or (not wait_for_end and bool(exchange.chunks)),
-            max(0.0, since + policy.grace - time.monotonic()) if graced else None,
-        )
+        deadline = since + policy.grace if graced else None
+        telling = _Telling(request, exchange)
+        ready = _ready(exchange, wait_for_end)
+        if not wait_for_end and await exchange.wait(lambda: exchange.head is not None or ready(), _left(deadline)):
+            head = exchange.head
+            if head is not None and head.stream is not None and not ready():
+                telling.prepare()  # so that the first event finds all done
+        in_time = await exchange.wait(ready, _left(deadline), telling.begin if telling.prepared else None)
+        if telling.chunks:
+            return await _stream(telling, call, policy)
         if in_time and exchange.failure is not None and (wait_for_end or not exchange.chunks):
             exchange.failure.call_id = exchange.attempt.call_id
             raise exchange.failure
@@ -73,7 +54,7 @@ async def serve(
         if in_time and exchange.ended and exchange.failure is None and head is not None and head.stream is not None:
             return await _body(request, call, exchange)  # all of a stream
         if call.streamed:  # also where the upstream answered it with none: the SDKs would read an empty stream
-            return await _stream(request, call, exchange, policy)
+            return await _stream(telling, call, policy)
         if in_time:
             await exchange.wait(lambda: exchange.ended)
             return await _body(request, call, exchange)
@@ -85,6 +66,16 @@ async def serve(
         call.readers -= 1
 
 
+def _ready(exchange: Exchange, wait_for_end: bool) -> Callable[[], bool]:
+    """Whether there is what is waited for before anything is answered."""
+    # A stream is complete with its terminal event: its upstream may keep the connection open for long after that.
+    return lambda: exchange.ended or exchange.terminal is not None or (not wait_for_end and bool(exchange.chunks))
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web.StreamResponse:
     """An answer that is there already."""
     if exchange.failure is not None:
@@ -92,21 +83,22 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
         raise exchange.failure
     assert exchange.head is not None
     headers = _headers(exchange, "application/json") if exchange.head.stream is None else _stream_headers(exchange)
-    body, status = exchange.body, exchange.head.status
-    response = await _begin(request, status, headers, len(body))
-    await request.writer.write_eof(body)
+    body, out = exchange.body, Outbound(request)
+    out.head(exchange.head.status, headers, len(body))
+    out.write(body, last=True)
+    await out.drain()
     call.turn.delivered = True
-    return response
+    return out.sent
 
 
 async def _padded(
     request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
 ) -> web.StreamResponse:
     """A slow answer behind an edge that will not wait: begun with white space, which is no change to JSON."""
-    response = await _begin(request, 200, _headers(exchange, "application/json"))
-    writer = request.writer
+    out = Outbound(request)
+    out.head(200, _headers(exchange, "application/json"))
     while not exchange.ended:
-        await writer.write(b" ")
+        out.write(b" ")
         await exchange.wait(lambda: exchange.ended, policy.keepalive_interval)
     if exchange.failure is not None:
         # Cut without a final chunk, so that the SDK tries again; its retry is told the outcome, once.
@@ -114,75 +106,98 @@ async def _padded(
         logger.warning("call %s was cut after it had been begun: %s", exchange.attempt.call_id, exchange.failure)
         abort(request)
         return SENT_LAST
-    await writer.write_eof(exchange.body)
+    out.write(exchange.body, last=True)
+    await out.drain()
     call.turn.delivered = True
-    return response
+    return out.sent
 
 
-async def _stream(
-    request: web.BaseRequest, call: Call, exchange: Exchange, policy: ServingPolicy
-) -> web.StreamResponse:
-    response = await _begin(request, 200, _stream_headers(exchange))
-    writer = request.writer
+async def _stream(telling: "_Telling", call: Call, policy: ServingPolicy) -> web.StreamResponse:
+    exchange, out = telling.exchange, telling.out
+    telling.prepare()
     if not exchange.chunks:
-        writer.send_headers()  # whatever comes next may be long in coming
+        out.write(b"")  # whatever comes next may be long in coming
     unread = call.new_stream()  # what stands for the upstream's stream until that begins
-    sent = 0
-    spoke = time.monotonic()
     while True:
-        if sent < len(exchange.chunks):
-            fresh = exchange.chunks[sent:]
+        if telling.chunks < len(exchange.chunks):
+            fresh = exchange.chunks[telling.chunks :]
             events = b"".join(fresh)
             if exchange.head is not None and exchange.head.stream is None:
                 events = call.rendered(loads(events))  # begun as a stream, and then answered as none
-            sent += len(fresh)
-            if exchange.ended and exchange.failure is None:
-                await writer.write_eof(events)  # in one write
-            else:
-                await writer.write(events)
-            spoke = time.monotonic()
-            if exchange.terminal is not None and sent > exchange.terminal and exchange.failure is None:
+            whole = exchange.ended and exchange.failure is None
+            telling.write(events, len(fresh), last=whole)  # the end, if it is known, in one write
+            await out.drain()
+            if exchange.terminal is not None and telling.chunks > exchange.terminal and exchange.failure is None:
                 call.turn.delivered = True
+            if whole:
+                return out.sent
         elif exchange.ended:
             break
-        elif not await exchange.more(sent, policy.keepalive_interval):
-            await writer.write(
-                call.dialect.keepalive(_read_so_far(exchange, unread), time.monotonic() - spoke, request.headers)
-            )
+        elif not await telling.more(policy.keepalive_interval):
+            out.write(call.dialect.keepalive(_read_so_far(exchange, unread), telling.silence, telling.request.headers))
+            await out.drain()
+    last = b""
     if exchange.failure is not None and not exchange.failure.relayed:
         logger.warning("call %s broke off in its stream: %s", exchange.attempt.call_id, exchange.failure)
-        await writer.write(
-            call.dialect.error_event(_read_so_far(exchange, unread), exchange.failure.status, exchange.failure.message)
+        last = call.dialect.error_event(
+            _read_so_far(exchange, unread), exchange.failure.status, exchange.failure.message
         )
-    await writer.write_eof()
-    return response
+    out.write(last, last=True)
+    await out.drain()
+    return out.sent
 
 
-async def _begin(
-    request: web.BaseRequest, status: int, headers: CIMultiDict[str], length: int | None = None
-) -> web.StreamResponse:
-    """The head of an answer, which leaves with the first part of its body; in chunks where no length is known.
+class _Telling:
+    """How much of a stream was told to the harness of `request`; and tells what comes while the reader's task waits.
 
-    What it returns is for aiohttp, when the rest has been written, too. A response of aiohttp's own takes longer to put
-    its head together than all else of an answer, and that of a stream sends it by itself.
+    For an event of a live stream a turn of that task would cost as much as all else, its system calls included.
     """
-    last = not request.keep_alive
-    if length is not None:
-        headers["Content-Length"] = str(length)
-    elif request.version >= HttpVersion11:
-        headers["Transfer-Encoding"] = "chunked"
-        request.writer.enable_chunking()
-    else:
-        last = True  # its end is the connection's
-    headers["Connection"] = "close" if last else "keep-alive"
-    headers.setdefault("Date", _date(int(time.time())))
-    await request.writer.write_headers(f"HTTP/1.1 {status} {REASONS.get(status, '')}", headers)
-    return SENT_LAST if last else SENT
 
+    def __init__(self, request: web.BaseRequest, exchange: Exchange) -> None:
+        self.request = request
+        self.exchange = exchange
+        self.out = Outbound(request)
+        self.prepared = False
+        self.chunks = 0
+        """Of the exchange's, from the first on, that were told."""
+        self._spoke = time.monotonic()
 
-@lru_cache(maxsize=1)
-def _date(second: int) -> str:
-    return formatdate(second, usegmt=True)
+    @property
+    def silence(self) -> float:
+        """Seconds since the last one."""
+        return time.monotonic() - self._spoke
+
+    def prepare(self) -> None:
+        """Make the answer's head."""
+        if not self.prepared:
+            self.out.head(200, _stream_headers(self.exchange))
+            self.prepared = True
+
+    def write(self, events: bytes, chunks: int, *, last: bool = False) -> None:
+        self.out.write(events, last=last)
+        self.chunks += chunks
+        self._spoke = time.monotonic()
+
+    def begin(self, chunk: bytes) -> bool:
+        """The first one. The reader's task goes on from there."""
+        self.follow(chunk)
+        return False
+
+    def follow(self, chunk: bytes) -> bool:
+        """The next one, unless the harness is slow to read, or gone: that is for the reader's task."""
+        ready = self.out.ready
+        if ready:
+            self.write(chunk, 1)
+        return ready
+
+    async def more(self, patience: float) -> bool:
+        """Until there are chunks that were not told, or the end. False: there was nothing for so many seconds."""
+        exchange, began, left = self.exchange, time.monotonic(), patience
+        while not await exchange.wait(lambda: exchange.ended or len(exchange.chunks) > self.chunks, left, self.follow):
+            left = max(began, self._spoke) + patience - time.monotonic()
+            if left <= 0:
+                return False
+        return True
 
 
 def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:

@@ -128,6 +128,10 @@ class SseParser:
         self._started = True
         return data[:end]
 
+    def between(self, chunk: bytes) -> bool:
+        """Whether all that came is events that are whole, and `chunk` begins with another, its lines ended by LFs."""
+        return not self._raw and self._started and self._plain(chunk)
+
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
         plain = self.plain(chunk)

@@ -74,7 +74,7 @@ class Exchange:
         self.ended = False
         self.on_end: Callable[[], None] | None = None
         """Called once, when the outcome is known."""
-        self._waiters: set[asyncio.Future[bool]] = set()
+        self._waiters: dict[asyncio.Future[bool], Callable[[bytes], bool] | None] = {}
         attempt.started = time.time()
         self._task = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
 
@@ -94,31 +94,39 @@ class Exchange:
                 self.terminal = len(self.chunks)
             self.chunks.append(chunk)
             self.size += len(chunk)
-            self._wake()
+            for waiter, follow in [*self._waiters.items()]:
+                if terminal or follow is None or not follow(chunk):
+                    self._waiters.pop(waiter)
+                    _wake(waiter, True)
 
     # -- the readers' side ---------------------------------------------------------------------
 
-    async def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Until `ready()`, for `timeout` seconds at most; whether it is."""
+    async def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        follow: Callable[[bytes], bool] | None = None,
+    ) -> bool:
+        """Until `ready()`, for `timeout` seconds at most; whether it is.
+
+        `follow` gets each chunk that is released meanwhile, but the terminal one, and says whether it has taken it:
+        what it has not is looked at by `ready`. So a stream's event is passed on without a task's turn.
+        """
         # By hand: an `asyncio.timeout` and an `asyncio.Event` for each chunk of a stream cost more than the chunk.
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
         while not ready():
             waiter = loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = follow
             timer = None if deadline is None else loop.call_at(deadline, _wake, waiter, False)
             try:
                 if not await waiter:
                     break
             finally:
-                self._waiters.discard(waiter)  # it may have been woken since its time was over
+                self._waiters.pop(waiter, None)  # it may have been woken since its time was over
                 if timer is not None:
                     timer.cancel()
         return ready()
-
-    async def more(self, seen: int, timeout: float | None = None) -> bool:
-        """Until there is more than `seen` chunks, or the end; for `timeout` seconds at most."""
-        return await self.wait(lambda: self.ended or len(self.chunks) > seen, timeout)
 
     @property
     def body(self) -> bytes:
@@ -170,7 +178,7 @@ class Exchange:
 
     def _wake(self) -> None:
         if self._waiters:
-            waiters, self._waiters = self._waiters, set()
+            waiters, self._waiters = self._waiters, {}
             for waiter in waiters:
                 _wake(waiter, True)
 

@@ -1,0 +1,286 @@
+"""Live streams: what repeats goes on as it comes, and nothing of it is lost however the harness reads."""
+
+import asyncio
+import json
+import zlib
+from collections.abc import Sequence
+
+import pytest
+
+from interception.connection import Connection
+from interception.dialects import RESPONSES
+from interception.sse import sse
+from interception.trace import Attempt
+from interception.turn import Exchange, Failure
+from tests.helpers import until
+from tests.interception.scripted import PATIENT, WIRE, WIRES, Step, Wire, events_of, rollout, streams
+
+PIECES = [f"piece {number} " for number in range(40)]
+
+
+def spoken(wire: Wire, pieces: Sequence[str]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """A stream's events: those before the `pieces`, one for each of them, those after."""
+    events = wire.events()
+    at = next(number for number, event in enumerate(events) if b'"llo"' in event)
+    before, _, after = events[at].partition(b'"llo"')
+    return events[: at - 1], [before + json.dumps(piece).encode() + after for piece in pieces], events[at + 1 :]
+
+
+class Line(asyncio.Transport):
+    """Stands for a connection's transport."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted = False
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def answering(*headers: str) -> Connection:
+    """A connection on which the head of an answer in chunks has come."""
+    connection = Connection(asyncio.get_running_loop(), None, set())
+    connection.connection_made(Line())
+    connection.expect()
+    head = ["HTTP/1.1 200 OK", "Transfer-Encoding: chunked", *headers, "", ""]
+    connection.data_received("\r\n".join(head).encode())
+    return connection
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class TestTheTap:
+    """A connection asks it first, while its reader sleeps."""
+
+    async def test_what_it_takes_does_not_wake_the_reader(self) -> None:
+        connection, seen = answering(), list[bytes]()
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+
+        def tap(data: bytes) -> int:
+            seen.append(data)
+            return len(data)
+
+        connection.tap = tap
+        connection.data_received(chunk(b"one") + chunk(b"two"))
+        connection.data_received(chunk(b"three"))
+        await asyncio.sleep(0)
+        assert seen == [b"onetwo", b"three"]
+        assert not reading.done()
+        connection.data_received(b"0\r\n\r\n")
+        assert await reading == b""
+
+    async def test_the_reader_gets_what_it_leaves(self) -> None:
+        connection = answering()
+        connection.tap = lambda data: 3
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+        connection.data_received(chunk(b"one") + chunk(b"two"))
+        assert await reading == b"two"
+
+    async def test_it_is_not_asked_of_what_nobody_waits_for(self) -> None:
+        connection = answering()
+        connection.tap = lambda data: len(data)
+        connection.data_received(chunk(b"one"))
+        assert await connection.readany() == b"one"
+
+    async def test_nor_of_what_a_reader_that_was_cancelled_waited_for(self) -> None:
+        connection = answering()
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+        connection.tap = lambda data: pytest.fail("it was asked")
+        reading.cancel()
+        connection.data_received(chunk(b"one"))
+        await asyncio.wait({reading})
+        assert reading.cancelled()
+
+    async def test_nor_of_a_compressed_body_nor_of_the_next_answer(self) -> None:
+        connection = answering("Content-Encoding: deflate")
+        connection.tap = lambda data: pytest.fail("it was asked")
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+        connection.data_received(chunk(zlib.compress(b"aa")))
+        assert await reading == b"aa"
+        connection.done()
+        assert connection.tap is None
+
+    async def test_the_end_is_for_the_reader(self) -> None:
+        connection = answering()
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+        connection.tap = lambda data: pytest.fail("it was asked")
+        connection.data_received(chunk(b"last") + b"0\r\n\r\n")
+        assert await reading == b"last"
+        assert await connection.readany() == b""
+
+
+class TestFollowing:
+    """A reader of an exchange that gets what is released without its task's turn."""
+
+    async def test_it_gets_each_chunk_and_its_task_sleeps_until_one_is_left(self) -> None:
+        exchange, got = Exchange(Attempt("c"), never), list[bytes]()
+
+        def follow(chunk: bytes) -> bool:
+            got.append(chunk)
+            return len(got) < 3
+
+        waiting = asyncio.create_task(exchange.wait(lambda: bool(got), follow=follow))
+        other = asyncio.create_task(exchange.wait(lambda: len(exchange.chunks) == 2))
+        await asyncio.sleep(0)
+        exchange.release(b"1")
+        exchange.release(b"2")
+        assert await other
+        assert not waiting.done()
+        exchange.release(b"3")
+        exchange.release(b"4")  # its task has been woken: this one is for it
+        assert await waiting
+        assert got == [b"1", b"2", b"3"]
+        exchange.cancel(Failure(503, "over"))
+
+    async def test_the_terminal_chunk_is_for_its_task(self) -> None:
+        exchange = Exchange(Attempt("c"), never)
+        waiting = asyncio.create_task(
+            exchange.wait(lambda: exchange.terminal is not None, follow=lambda chunk: pytest.fail("it was told"))
+        )
+        await asyncio.sleep(0)
+        exchange.release(b"last", terminal=True)
+        assert await waiting
+        exchange.cancel(Failure(503, "over"))
+
+
+async def never(exchange: Exchange) -> None:
+    await asyncio.Event().wait()
+
+
+class TestALiveStream:
+    @pytest.mark.parametrize("wire", WIRES, ids=str)
+    async def test_comes_event_by_event_and_wakes_nobody_for_those_that_repeat(
+        self, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        woken = 0
+        readany = Connection.readany
+
+        async def counted(connection: Connection) -> bytes:
+            nonlocal woken
+            woken += 1
+            return await readany(connection)
+
+        monkeypatch.setattr(Connection, "readany", counted)
+        before, pieces, after = spoken(wire, PIECES)
+        gates = [asyncio.Event() for _ in pieces]
+        async with rollout(streaming="live") as running:
+            gated: list[bytes | asyncio.Event] = [step for pair in zip(pieces, gates, strict=True) for step in pair]
+            running.upstream.then(streams(*before, *gated, *after))
+            async with running.open(wire, wire.request(stream=True)) as response:
+                seen = b""
+                for piece, gate in zip(pieces, gates, strict=True):
+                    while not seen.endswith(piece):
+                        seen += await response.content.readany()
+                    gate.set()
+                seen += await response.read()
+            assert [event.raw for event in events_of(seen)] == [*before, *pieces, *after]
+            await until(lambda: running.trace.turns[0].complete)
+            if wire.dialect is not RESPONSES:  # which says all once more at its end
+                assert wire.said(running.trace.turns[0].response) == "".join(PIECES)
+        assert woken < len(PIECES) / 2
+
+    @pytest.mark.parametrize("version", ["1.0", "1.1"])
+    async def test_waits_for_a_harness_that_reads_late_and_loses_nothing(self, version: str) -> None:
+        texts = [f"{number:05} " + "x" * 2000 for number in range(5000)]  # more than all buffers in between hold
+        before, pieces, after = spoken(WIRE, texts)
+        async with rollout(streaming="live") as running:
+            begun = asyncio.Event()
+            running.upstream.then(streams(*before, begun, *pieces, *after))
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.slot.base_url.rpartition(":")[2]))
+            body = json.dumps(WIRE.request(stream=True)).encode()
+            writer.write(
+                f"POST {WIRE.path} HTTP/{version}\r\nHost: h\r\nAuthorization: Bearer {running.slot.model_secret}\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+                + body
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            begun.set()
+            await until(lambda: running.trace.turns[0].complete)  # the upstream was not held up
+            came = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        if b"chunked" in head:
+            came = unchunked(came)
+        assert (b"chunked" in head) == (version == "1.1")
+        assert came == b"".join([*before, *pieces, *after])
+
+    async def test_of_a_harness_that_left_is_recorded_to_its_end(self) -> None:
+        gone = asyncio.Event()
+        before, pieces, after = spoken(WIRE, PIECES)
+        async with rollout(streaming="live") as running:
+            running.upstream.then(streams(*before, *pieces[:20], gone, *pieces[20:], *after))
+            async with running.open(WIRE, WIRE.request(stream=True)) as response:
+                await response.content.readuntil(b"piece 8 ")
+                response.close()
+            gone.set()
+            await until(lambda: running.trace.turns[0].complete)
+            assert WIRE.said(running.trace.turns[0].response) == "".join(PIECES)
+
+    @pytest.mark.parametrize("leave", [Step.CLOSE, Step.RESET], ids=["close", "reset"])
+    async def test_that_breaks_off_is_told_so_after_all_that_came(self, leave: Step) -> None:
+        seen = asyncio.Event()
+        before, pieces, _ = spoken(WIRE, PIECES)
+        async with rollout(streaming="live") as running:
+            running.upstream.then(streams(*before, *pieces, seen, leave))
+            async with running.open(WIRE, WIRE.request(stream=True)) as response:
+                came = await response.content.readuntil(b"piece 39 ")
+                seen.set()
+                [*events, error] = events_of(came + await response.read())
+            assert [event.raw for event in events] == [*before, *pieces]
+            assert WIRE.is_error_event(error)
+
+    async def test_whose_first_event_is_an_error_is_none_though_its_head_came_long_before(self) -> None:
+        gate = asyncio.Event()
+        error = sse({"error": {"message": "no such model", "type": "invalid_request_error", "code": 404}})
+        async with rollout(streaming="live") as running:
+            running.upstream.then(streams(gate, error))
+
+            async def ask() -> tuple[int, str]:
+                async with running.open(WIRE, WIRE.request(stream=True)) as response:
+                    return response.status, await response.text()
+
+            asking = asyncio.create_task(ask())
+            await until(lambda: any(turn.attempts[-1].first_byte for turn in running.trace.turns))
+            gate.set()
+            status, text = await asking
+            assert status == 404
+            assert "no such model" in text
+
+    async def test_is_silent_from_its_last_event_on(self) -> None:
+        """A keepalive is due so long after that one, not so long after the last that woke a task."""
+        loop = asyncio.get_running_loop()
+        policy = PATIENT.model_copy(update={"keepalive_interval": 0.4})
+        before, pieces, _ = spoken(WIRE, PIECES[:6])
+        async with rollout(streaming="live", policy=policy) as running:
+            spaced = [step for piece in pieces for step in (0.1, piece)]
+            running.upstream.then(streams(*before, *spaced, Step.HANG))
+            came, spoke = b"", 0.0
+            async with running.open(WIRE, WIRE.request(stream=True)) as response:
+                while not came.endswith(b": k\n"):
+                    spoke = loop.time()
+                    came += await response.content.readany()
+            # However late the events were, none came after the silence began.
+            assert loop.time() - spoke > 0.15
+            assert came.count(b": k") == 1
+
+
+def unchunked(data: bytes) -> bytes:
+    whole = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        whole.append(data[: int(size, 16)])
+        data = data[int(size, 16) + 2 :]
+    return b"".join(whole)
