@@ -35,11 +35,9 @@ class Origin:
     """Where connections go."""
 
     def __init__(self, url: URL, timeout: float) -> None:
-        """`timeout`: seconds until a connection must be there. `aiohttp.InvalidURL` where no host is named."""
-        if not url.raw_host or url.port is None:
-            raise aiohttp.InvalidURL(url)
-        self.host = url.raw_host
-        self.port = url.port
+        """`timeout`: seconds until a connection must be there."""
+        self.host = url.raw_host or ""
+        self.port = url.port or 0
         self.timeout = timeout
         self._tls = url.scheme == "https"
         self._lookup: asyncio.Task[Sequence[Address]] | None = None
@@ -48,8 +46,10 @@ class Origin:
         """Connections begun, by which they are spread over the addresses."""
 
     async def connect(self, protocol: Callable[[], P]) -> P:
-        """A new connection. `Unreachable`, or `aiohttp.ConnectionTimeoutError`; then it is the caller who aborts what
-        `protocol` has been connected to all the same."""
+        """A new connection. `Unreachable`, `aiohttp.ConnectionTimeoutError`, or `aiohttp.InvalidURL` where no host is
+        named; then it is the caller who aborts what `protocol` has been connected to all the same."""
+        if not self.host or not self.port:
+            raise aiohttp.InvalidURL(f"{self.host}:{self.port}")
         loop = asyncio.get_running_loop()
         connected: socket.socket | None = None
 

@@ -25,7 +25,8 @@ from interception.session import RolloutSession
 from interception.state import tag
 from interception.trace import Attempt
 from interception.turn import Call, Exchange, Failure
-from interception.upstream import failure
+from interception.turnstile import Turnstile
+from interception.upstream import Posting, failure
 from tunnel import HEALTH_PATH, IDENTITY_HEADER
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Routes:
     def __init__(self, server: "InterceptionServer") -> None:
         self._server = server
         self._policy = server.config.serving
-
+        self._turnstile = Turnstile()
         tunnel = server.tunnel
         # The URL handed out may have a marker in its path, by which requests through it are known.
         self._prefix = tunnel.path_prefix if tunnel is not None else ""
@@ -293,6 +294,7 @@ class Routes:
     ) -> web.StreamResponse:
         queued = time.time()
         session.calls_seen += 1
+        await self._turnstile.passed()
         call, arrived = await self._call_of(request, dialect, session, call_id, queued)
         behind_tunnel = self._server.tunnel is not None
         whole = session.streaming == "whole" or (
@@ -406,9 +408,10 @@ class Routes:
         call.turn.attempts.append(attempt)
         call.failure_kept = False
 
+        posting = self._server.upstreams.post(sending, call_id, body)
+
         async def work(exchange: Exchange) -> None:
             try:
-                posting = self._server.upstreams.post(sending, call_id, call.body)
                 call.body = b""  # nobody holds it once it is sent: the record has it, and a retry brings its own
                 async with posting as response:
                     await AnswerReader(session, call, exchange, self._policy).read(response)
@@ -416,9 +419,10 @@ class Routes:
                 raise failure(error, sending.upstream) from error
 
         call.exchange = Exchange(attempt, work)
-        call.exchange.on_end = lambda: self._ended(session, call)
+        call.exchange.on_end = lambda: self._ended(session, call, posting)
 
-    def _ended(self, session: RolloutSession, call: Call) -> None:
+    def _ended(self, session: RolloutSession, call: Call, posting: Posting) -> None:
+        posting.drop()  # of a task that is cancelled before it begins nothing runs
         attempt, failed = call.turn.attempts[-1], call.exchange.failure
         self._server.calls.attempt_ended(call.turn, failed)
         call.body = b""  # also where it was cancelled before it was sent

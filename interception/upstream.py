@@ -6,6 +6,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -62,12 +64,10 @@ class UpstreamClients:
             self._wires[key] = wire
         return self._wires[key]
 
-    def post(self, sending: Sending, call_id: str, body: bytes) -> AbstractAsyncContextManager[UpstreamAnswer]:
+    def post(self, sending: Sending, call_id: str, body: bytes) -> "Posting":
         """The request of a turn."""
         wire = self._wire(sending.upstream) if len(body) <= PIECE else None
-        if wire is None:
-            return self.request(sending.upstream, "POST", sending.url, headers=sending.headers(call_id), body=body)
-        return wire.post(sending, call_id, body)
+        return wire.post(sending, call_id, body) if wire is not None else _ByClient(self, sending, call_id, body)
 
     def request(
         self, upstream: Upstream, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None
@@ -83,6 +83,42 @@ class UpstreamClients:
         clients, self._clients = list(self._clients.values()), {}
         wires, self._wires = [wire for wire in self._wires.values() if wire is not None], {}
         await asyncio.gather(*(client.close() for client in clients), *(wire.close() for wire in wires))
+
+
+class Posting(Protocol):
+    """A request that may have been sent; entered once the head of the answer is there, or dropped."""
+
+    async def __aenter__(self) -> UpstreamAnswer: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def drop(self) -> None:
+        """It will not be entered, if it has not been."""
+
+
+class _ByClient:
+    """One that is sent by aiohttp's client, as it is entered."""
+
+    def __init__(self, clients: UpstreamClients, sending: Sending, call_id: str, body: bytes) -> None:
+        self._clients = clients
+        self._request: tuple[Sending, str, bytes] | None = (sending, call_id, body)
+
+    async def __aenter__(self) -> UpstreamAnswer:
+        assert self._request is not None
+        (sending, call_id, body), self._request = self._request, None
+        self._answering = self._clients.request(
+            sending.upstream, "POST", sending.url, headers=sending.headers(call_id), body=body
+        )
+        del body
+        return await self._answering.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._answering.__aexit__(kind, error, trace)
+
+    def drop(self) -> None:
+        pass
 
 
 def _key(upstream: Upstream) -> ClientKey:

@@ -6,6 +6,7 @@ piece. What is sent and read is the same but for what `test_where_it_differs` na
 """
 
 import asyncio
+from contextlib import suppress
 from functools import lru_cache
 from typing import Final, Self
 
@@ -30,7 +31,7 @@ LINGER: Final = 1.0
 
 
 class Wire:
-    """Posts to the upstreams of one origin. `aiohttp.InvalidURL` for one that names no host."""
+    """Posts to the upstreams of one origin."""
 
     def __init__(self, origin: URL, *, connect_timeout: float, idle_timeout: float | None) -> None:
         self._origin = Origin(origin, connect_timeout)
@@ -51,17 +52,15 @@ class Wire:
     def post(self, sending: Sending, call_id: str, body: bytes) -> "Post":
         return Post(self, sending, call_id, body)
 
-    async def send(self, sending: Sending, call_id: str, body: bytes) -> Connection:
-        """A connection on which the request was sent."""
-        head = sending.head
-        if head is None:
-            head = sending.head = self._head(sending)
-        data = b"%b%b\r\nContent-Length: %d\r\n\r\n%b" % (head, call_id.encode(), len(body), body)
-        connection = self._known() or await self._connect()
-        connection.expect()
-        if connection.transport is not None:  # else it was lost as soon as it was made: the reader is told
-            connection.transport.write(data)
-        return connection
+    def send(self, sending: Sending, call_id: str, body: bytes) -> Connection | None:
+        """Send a request on a connection that is free: which one it was, if there is one."""
+        data = self._data(sending, call_id, body)
+        connection = self._known()
+        return None if connection is None else _sent(connection, data)
+
+    async def send_on_new(self, sending: Sending, call_id: str, body: bytes) -> Connection:
+        data = self._data(sending, call_id, body)
+        return _sent(await self._connect(), data)
 
     def leave(self, connection: Connection) -> None:
         """The answer was read, or nobody wants it any more."""
@@ -84,6 +83,12 @@ class Wire:
         for connection in open:
             connection.abort()
         await asyncio.gather(*(connection.lost for connection in open))
+
+    def _data(self, sending: Sending, call_id: str, body: bytes) -> bytes:
+        head = sending.head
+        if head is None:
+            head = sending.head = self._head(sending)
+        return b"%b%b\r\nContent-Length: %d\r\n\r\n%b" % (head, call_id.encode(), len(body), body)
 
     def _head(self, sending: Sending) -> bytes:
         """What all calls begin with that go there: up to a call's id, which with the length of its body is its own."""
@@ -126,8 +131,12 @@ class Wire:
 
 
 class Post:
-    """Entered once the head of the answer is there; raises what an `aiohttp.ClientSession` would, or its like. At the
-    end the connection is kept for others, or cut if not all of the answer was read."""
+    """A request: sent at once if a connection is free, else when it is entered. One that may have been sent and will
+    not be entered is to be dropped.
+
+    Entered once the head of the answer is there; raises what an `aiohttp.ClientSession` would, or its like. At the
+    end the connection is kept for others, or cut if not all of the answer was read.
+    """
 
     status: int
     headers: CIMultiDictProxy[str]
@@ -136,6 +145,16 @@ class Post:
         self._wire = wire
         self._request: tuple[Sending, str, bytes] | None = (sending, call_id, body)
         self._connection: Connection | None = None
+        self._entered = False
+        with suppress(Failure):  # it is raised when this is entered
+            self._connection = wire.send(sending, call_id, body)
+        if self._connection is not None:
+            self._request = None  # nobody holds the body once it is sent
+
+    def drop(self) -> None:
+        """It will not be entered, if it has not been."""
+        if self._connection is not None and not self._entered:
+            self._wire.leave(self._connection)
 
     @property
     def content(self) -> Connection:
@@ -146,16 +165,18 @@ class Post:
         return await self.content.read()
 
     async def __aenter__(self) -> Self:
-        assert self._request is not None
-        request, self._request = self._request, None  # nobody holds the body once it is sent
-        connection = await self._wire.send(*request)
-        del request
+        self._entered = True
+        if self._request is not None:
+            request, self._request = self._request, None
+            self._connection = self._wire.send(*request) or await self._wire.send_on_new(*request)
+            del request
+        connection = self.content
         try:
             await connection.head()
         except BaseException:
             self._wire.leave(connection)
             raise
-        self._connection, self.status, self.headers = connection, connection.status, connection.headers
+        self.status, self.headers = connection.status, connection.headers
         return self
 
     async def __aexit__(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -164,6 +185,13 @@ class Post:
             self.content.finish(LINGER, self._wire.leave)
         else:
             self._wire.leave(self.content)
+
+
+def _sent(connection: Connection, data: bytes) -> Connection:
+    connection.expect()
+    if connection.transport is not None:  # else it was lost as soon as it was made: the reader is told
+        connection.transport.write(data)
+    return connection
 
 
 @lru_cache(maxsize=256)

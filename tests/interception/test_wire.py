@@ -29,11 +29,12 @@ from interception import Upstream
 from interception.connecting import ADDRESSES_KEPT, Origin, _from, _tls
 from interception.connection import Connection
 from interception.headers import Sending
-from interception.turn import Failure
+from interception.ledger import Ledger
+from interception.turn import Call, Failure
 from interception.upstream import PIECE, UpstreamClients, failure
 from interception.wire import KEEPALIVE
 from tests.helpers import until
-from tests.interception.scripted import WIRE, rollout
+from tests.interception.scripted import WIRE, Step, answers, does, rollout
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -468,6 +469,37 @@ class TestKeptConnections:
             monkeypatch.setattr(wire, "_free", [(kept, since - KEEPALIVE) for kept, since in wire._free])
             assert (await outcome(made, upstream(url), wire=True))[0] == 200
         assert peer.accepted == 2
+
+    async def test_on_one_that_is_free_a_request_leaves_at_once(self) -> None:
+        peer = Peer(OK)
+        async with peer.serving() as url, clients() as made:
+            sending = Sending(upstream(url), f"{url}/x", CIMultiDict())
+            await outcome(made, sending.upstream, wire=True)
+            posting = made.post(sending, "id", b"[]")
+            await until(lambda: len(peer.requests) == 2)  # though nobody has entered it
+            async with posting as answer:
+                assert await answer.read() == b"ok"
+            posting.drop()  # has no say any more
+            await outcome(made, sending.upstream, wire=True)
+            assert (peer.accepted, peer.open) == (1, 1)
+
+    async def test_and_is_cut_if_its_rollout_ends_before_the_call_has_begun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with rollout() as running:
+            running.upstream.then(answers(WIRE.body()), does(Step.HANG))
+            await running.call(WIRE, WIRE.request())
+            add = Ledger.add
+
+            def added(ledger: Ledger, call: Call, *, key: str | None) -> None:
+                add(ledger, call, key=key)
+                call.exchange.cancel(Failure(409, "over"))  # its task has not run
+
+            monkeypatch.setattr(Ledger, "add", added)
+            async with running.open(WIRE, WIRE.request()) as response:
+                assert response.status == 409
+            await until(lambda: running.upstream.calls == 2 and running.upstream.abandoned == 1)
+            assert not open_of(running.server.upstreams)
 
     async def test_none_is_kept_once_the_server_has_stopped(self) -> None:
         peer = Peer(OK)
