@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import orjson
 import xxhash
 
 from interception.dialects.base import Dialect
@@ -27,6 +28,12 @@ MUCH: Final = 8 * 1024**2
 
 KEPT: Final = 4
 """Bodies known of a session: its sub-agents call by turns."""
+
+NEEDLE: Final = 64
+"""Bytes by which a list is looked for: to look for all of a long one takes ten times as long as to compare it."""
+
+TRIES: Final = 4
+"""Other lists that may begin with the same bytes: were each compared, a body could be made so that it takes seconds."""
 
 TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
@@ -154,13 +161,29 @@ class Growth:
 def _place(body: bytes, came: Mapping[str, Any], field: str) -> tuple[int, int, int] | None:
     """Where in `body` the items of its list `field` begin and end, and the bytes of the last one; None if that is not
     sure."""
+    messages = came.get(field)
+    if not messages or not isinstance(messages, list):
+        return None  # the session's own are sent
+    colon = body.find(b":")
     try:
-        items = TOP.decode(body)[field]
+        # As most SDKs write it: then its parts, too, are what is written of them.
+        if body[colon + 1 : colon + 2] != b" " and orjson.dumps(came) == body:
+            before, after = _around(came, field)
+            return len(before), len(body) - len(after), len(orjson.dumps(messages[-1]))
+    except TypeError:  # an integer over 64 bits, half a surrogate pair
+        pass
+    try:
+        items = bytes(TOP.decode(body)[field])
         last = len(bytes(ITEMS.decode(items)[-1]))
     except (msgspec.MsgspecError, LookupError):
         return None
-    first = body.find(bytes(items)) + 1
-    end = first + len(bytes(items)) - 2
+    first = body.find(items[:NEEDLE])
+    for _ in range(TRIES):
+        if body.startswith(items, first):
+            break
+        first = body.find(items[:NEEDLE], first + 1)
+    first += 1
+    end = first + len(items) - 2
     # The same fields without the items: no other place has these bytes, nor is the field there twice.
     try:
         outline = exactly(body[:first] + body[end:])

@@ -18,7 +18,8 @@ Entries are bytes in flat containers: nothing here is work for the garbage colle
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import orjson
@@ -29,15 +30,17 @@ LONG = 256
 SURELY_SHORT = (LONG - 2) // 6
 """Characters below which a string's JSON is shorter than that: none takes more than six bytes."""
 
+LEVELS = 24
+"""Levels of a value that are walked through; of a deeper one the text is searched."""
+
+MANY = 64
+"""Items beyond which a list in a value (token ids, log probabilities) is not walked through: its text is."""
+
 INLINE = 64
 """Bytes of JSON up to which a request's field is kept in place."""
 
 MIN_RUN, MAX_RUN, TOP_RUN = 2, 32, 8
 """References in one run of a list, at least (so that levels shrink) and at most, and in the list's own entry."""
-
-ROOMY = 64 * 1024
-"""Bytes below which it matters that a text of orjson's takes 4 kB more than its length for as long as it is kept
-(3.13, measured: it writes into a buffer, whose end is not given back)."""
 
 MARK = b'{"\\u0000":['
 END = b"]}"
@@ -47,7 +50,7 @@ MESSAGES = MARK + END
 NUL_KEY = b'{"\\u0000'
 ESCAPED_NUL_KEY = b'{"\\u0000\\u0000'
 
-SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 2))
+SHORT_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]{0,%d}+")*+' % (LONG - 3))
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 
@@ -85,8 +88,6 @@ class Bodies:
         """Bytes kept, references included."""
         self._entries: list[bytes] = []
         self._numbers: dict[bytes, int] = {}
-        self._split: dict[int, int] = {}
-        """Hash of a text with long strings in it: its entry, which holds references in their place."""
         self._loose = False
         """Whether there is a value that only the standard library reads right."""
 
@@ -113,7 +114,7 @@ class Bodies:
                 text = b"[" + text + b"]"
             else:
                 text = self._dump(value)
-                text = _refer([self._put_text(text)]) if len(text) > INLINE else _escape(text)
+                text = _refer([self.put(value)]) if len(text) > INLINE else _escape(text)
             fields.append(key + b":" + text)
         return Stored(self._put(b"{" + b",".join(fields) + b"}"), messages, items, known)
 
@@ -125,11 +126,14 @@ class Bodies:
 
     def put(self, value: Any) -> int:
         """The entry of a value. ValueError: it is nested too deeply; TypeError: it is not JSON."""
-        text = self._dump(value)
-        # The common case first and by itself: an agent's history is mostly short messages that are known.
-        if len(text) < LONG and NUL_KEY not in text:
-            return self._put(text, dumped=True)
-        return self._put_text(text, value)
+        references: list[int] = []
+        try:
+            text = orjson.dumps(self._outline(value, references, LEVELS))
+        except TypeError:
+            return self._put_text(self._dump(value))
+        if text.count(NUL_KEY) > len(references):  # the value has such a key itself
+            return self._put_text(self._dump(value))
+        return self._put(text)
 
     def restore(self, number: int, kept: Any) -> None:
         """Entry `number` as `kept` gave it. ValueError: it is not the next one, or refers to none before it."""
@@ -140,7 +144,10 @@ class Bodies:
                 raise ValueError(f"entry {number} refers to what is no earlier entry: {references[:40]!r}")
         if number != len(self):
             raise ValueError(f"entry {number} is out of order: {len(self)} is next")
-        self._append(_fitted(text))
+        # Its own number even where it equals another entry: numbers are written in many ways, and now in one.
+        self._numbers[text := b"%b" % text] = number
+        self._entries.append(text)
+        self.size += len(text)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -175,34 +182,63 @@ class Bodies:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _put(self, text: bytes, *, dumped: bool = False) -> int:
-        """`dumped`: as orjson made it."""
-        number = self._numbers.get(text)
-        if number is not None:
-            return number
-        return self._append(_fitted(text) if dumped else text)
-
-    def _append(self, text: bytes) -> int:
-        number = self._numbers[text] = len(self._entries)
-        self._entries.append(text)
-        self.size += len(text)
+    def _put(self, text: bytes) -> int:
+        # A copy takes no more than its length, where orjson's text takes all that it might have needed: of a string
+        # eight times as much. `setdefault` hashes it once, which is most of what a long one costs.
+        text = b"%b" % text
+        number = self._numbers.setdefault(text, new := len(self._entries))
+        if number == new:
+            self._entries.append(text)
+            self.size += len(text)
         return number
 
-    def _put_text(self, text: bytes, value: Any = None) -> int:
-        if len(text) < LONG:
-            return self._put(_escape(text), dumped=True)
-        # A text that is known is found by hash and compared: splitting costs ten times as much.
-        digest = hash(text)
-        known = self._split.get(digest)
-        if known is not None and self.text(known) == text:
-            return known
+    def _outline(self, value: Any, references: list[int], levels: int) -> Any:
+        """`value` with references in place of its long strings, which are kept; these are their numbers. What changes
+        is copied. (To look at a value and write it takes a third of the time that a search in its text does.)
+
+        TypeError: there is something in it that orjson does not write as it is, or too much to look at.
+        """
+        kind = type(value)
+        if kind is dict:
+            items: Iterable[tuple[Any, Any]] = value.items()
+        elif kind is list:
+            if len(value) > MANY:
+                raise TypeError("of many items")
+            items = enumerate(value)
+        elif kind is str:
+            return self._outline([value], references, levels)[0]
+        elif value is None or kind is int or kind is bool or (kind is float and isfinite(value)):
+            return value
+        else:
+            raise TypeError("NaN, or of no type of JSON's")
+        if not levels:
+            raise TypeError("nested deeply")
+        outline = value
+        for at, item in items:
+            kind = type(item)
+            if kind is str:
+                if len(item) < SURELY_SHORT or len(text := orjson.dumps(item)) < LONG:
+                    continue
+                references.append(number := self._put(text))
+                of_item: Any = {"\0": (number,)}
+            elif item is None or kind is bool or kind is int:
+                continue
+            else:
+                of_item = self._outline(item, references, levels - 1)
+                if of_item is item:
+                    continue
+            if outline is value:
+                outline = value.copy()
+            outline[at] = of_item
+        return outline
+
+    def _put_text(self, text: bytes) -> int:
         pieces = []
-        for between, string in _long_strings_of(value, text) or _long_strings(_escape(text)):
+        for between, string in _long_strings(_escape(text)):
             pieces.append(between)
             if string:
                 pieces.append(_refer([self._put(string)]))
-        self._split[digest] = number = self._put(b"".join(pieces), dumped=len(pieces) == 1)
-        return number
+        return self._put(b"".join(pieces))
 
     def _sequence(self, numbers: Sequence[int]) -> bytes:
         while len(numbers) > TOP_RUN:
@@ -221,21 +257,14 @@ class Bodies:
         `known`: of a list with which this one begins.
         """
         runs = list(known.entries)
-        run: list[int] = []
         start = before = known.covered
-        for at in range(start, len(numbers)):
-            number = numbers[at]
-            before = start
-            run.append(number)
-            # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which
-            # share a stretch share its runs, wherever it stands in them.
-            cut = (number * 2654435761 & 0xFFFFFFFF) >> 29 == 0
-            if (cut and len(run) >= MIN_RUN) or len(run) == MAX_RUN:
-                runs.append(self._put(_refer(run)))
-                run = []
-                start = at + 1
-        if run:
-            runs.append(self._put(_refer(run)))
+        # The cut depends on the item alone (a multiplicative hash of it: one in eight), so that lists which share a
+        # stretch share its runs, wherever it stands in them.
+        cuts = [at for at, number in enumerate(numbers[start:], start + 1) if not number * 2654435761 & 0xE0000000]
+        for cut in [*cuts, len(numbers)]:
+            while cut - start >= MIN_RUN or start < cut == len(numbers):
+                before, start = start, min(cut, start + MAX_RUN)
+                runs.append(self._put(_refer(numbers[before:start])))
         return runs, Runs(runs[:-1], before)
 
     def _dump(self, value: Any) -> bytes:
@@ -267,49 +296,17 @@ def _stdlib_dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _fitted(text: bytes) -> bytes:
-    return bytes(memoryview(text)) if len(text) < ROOMY else text  # a copy takes no more than its length
-
-
 def _is_sequence(value: Any) -> bool:
     # A list of numbers (token ids) is one value: as entries its items would take twenty times their bytes.
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
 
 
 def _refer(numbers: Sequence[int]) -> bytes:
-    return MARK + ",".join(map(str, numbers)).encode() + END
+    return orjson.dumps({"\0": numbers})
 
 
 def _escape(text: bytes) -> bytes:
     return text.replace(NUL_KEY, ESCAPED_NUL_KEY)
-
-
-def _long_strings_of(value: Any, text: bytes) -> list[tuple[bytes, bytes]] | None:
-    """The same of `value`, whose text it is, where that is an object without other containers, as most messages are.
-    Its strings, written again, tell where they end: to look at each escape takes ten times as long. None: it is not."""
-    if type(value) is not dict or NUL_KEY in text:
-        return None
-    found: list[tuple[bytes, bytes]] = []
-    start = 0
-    for name, item in value.items():
-        if len(name) >= SURELY_SHORT:
-            return None  # one of the strings may be just that
-        if isinstance(item, str):
-            if len(item) < SURELY_SHORT:
-                continue
-            try:
-                string = orjson.dumps(item)
-            except TypeError:
-                return None
-            if len(string) >= LONG:
-                at = text.find(string, start)
-                if at < 0:  # written by the standard library
-                    return None
-                found.append((text[start:at], text[at : at + len(string)]))
-                start = at + len(string)
-        elif isinstance(item, dict | list) or (isinstance(item, int) and item.bit_length() > 64):
-            return None
-    return [*found, (text[start:], b"")]
 
 
 def _long_strings(text: bytes) -> Iterator[tuple[bytes, bytes]]:

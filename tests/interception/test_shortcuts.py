@@ -16,13 +16,19 @@ from interception.answer import AnswerReader
 from interception.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase, Stream
 from interception.dialects.responses import ResponsesStream
-from interception.growth import Growth, Request
-from interception.inbound import written
+from interception.growth import Growth, Request, _place
+from interception.inbound import exactly, written
 from interception.sse import Json, SseEvent, SseParser, sse
 from interception.trace import Attempt, Trace
 from interception.turn import Call, Exchange
 
 SEPARATORS = [(",", ":"), (", ", ": ")]
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 def body(messages: list[Any], separators: tuple[str, str] = SEPARATORS[0], **fields: Any) -> bytes:
@@ -121,6 +127,37 @@ class TestGrowingRequests:
         raw = b'{"messages":[{"a":1}],"messages":[{"a":1}]}'
         reading.learn(raw)
         assert reading.again(raw) is None
+
+    @pytest.mark.parametrize("raw", [b'{"model":"m"}', b'{"messages":"x"}', b'{"messages":{}}', b'{"messages":[]}'])
+    def test_nor_is_one_that_the_session_has_of_its_own(self, raw: bytes) -> None:
+        reading = Reading({"messages": [{"role": "user"}]})
+        assert reading.recorded(reading.learn(raw))["messages"] == [{"role": "user"}]
+        assert reading.again(raw) is None
+
+    @given(
+        st.lists(JSON, min_size=1, max_size=4),
+        st.dictionaries(st.text(max_size=3), JSON, max_size=2),
+        st.dictionaries(st.text(max_size=3), JSON, max_size=2),
+        st.sampled_from(SEPARATORS),
+        st.booleans(),
+    )
+    @example(["a", "b" * 99], {"": ["a", "b" * 98]}, {}, SEPARATORS[1], False)  # begins alike
+    @example([1e16, "é\x7f\n"], {"a": "/"}, {"b": 1e-7}, SEPARATORS[0], False)
+    @settings(max_examples=50, deadline=None)
+    def test_its_place_is_known_however_it_was_written(
+        self, said: list[Any], before: Json, after: Json, separators: tuple[str, str], ascii: bool
+    ) -> None:
+        asked = {**before, "messages": said, **after}
+        raw = json.dumps(asked, separators=separators, ensure_ascii=ascii).encode()
+        place = _place(raw, exactly(raw), "messages")
+        if place is None:
+            assert raw.count(json.dumps(said, separators=separators, ensure_ascii=ascii).encode()) > 1
+            return
+        first, end, last = place
+        assert raw[:first].rstrip().endswith(b"[")
+        assert json.loads(raw[:first] + raw[end:]) == {**asked, "messages": []}
+        assert json.loads(b"[%b]" % raw[first:end]) == said
+        assert json.loads(raw[end - last : end]) == said[-1]
 
     def test_nor_is_one_that_grew_by_more_than_is_read_in_one_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("interception.growth.MUCH", 100)

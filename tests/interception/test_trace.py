@@ -1,5 +1,6 @@
 """The record of a rollout: exact, linear in the conversation, and the same after a file."""
 
+import functools
 import gc
 import inspect
 import json
@@ -11,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from interception.interning import Bodies, _long_strings, _long_strings_of
+from interception.interning import Bodies
 from interception.trace import RAW_CAP, Attempt, Trace, Turn
 from interception.usage import Usage
 
@@ -148,20 +149,72 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@given(st.dictionaries(PIECES, PIECES | st.none() | st.booleans() | st.integers() | st.floats(), max_size=5))
-def test_long_strings_are_found_by_their_values_as_by_their_bytes(message: dict[str, Any]) -> None:
-    text = Bodies()._dump(message)
-    found = _long_strings_of(message, text)
-    assert found is None or found == [*_long_strings(text)]
+class ByText(Bodies):
+    """Finds the long strings of all values in their texts, as `Bodies` does where it is not sure to find them in the
+    values themselves."""
+
+    def put(self, value: Any) -> int:
+        return self._put_text(self._dump(value))
+
+
+def entries(bodies: Bodies) -> list[bytes]:
+    return [bodies.kept(number) for number in range(len(bodies))]
+
+
+@given(
+    st.lists(
+        st.recursive(
+            PIECES | VALUES,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PIECES, inner, max_size=3),
+            max_leaves=6,
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@example(["x" * 253, "x" * 254, {"a": "é" * 126, "b": "é" * 127, "c": ["\x01" * 42], "d": {"e": "\x01" * 43}}])
+@settings(max_examples=50, deadline=None)
+def test_long_strings_are_found_in_values_as_in_their_texts(values: list[Any]) -> None:
+    bodies, by_text = Bodies(), ByText()
+    for body in (bodies, by_text):
+        body.put_request({"messages": values, "field": values[0]}, "messages")
+        body.put_request({"messages": values[1:], "field": values}, "messages")
+    assert entries(bodies) == entries(by_text)
+
+
+class Text(str):
+    """What a hook may put into a request."""
 
 
 @pytest.mark.parametrize(
-    "odd", [{"inner": {}}, {"inner": [1]}, {"\0": "x" * 300}, {"n": 2**64}, {"half": "\ud800" * 300}]
+    "odd",
+    [
+        {"\0": "x" * 300},
+        {"\0\0": {}},
+        {"a": {"\0": [0]}},
+        {"n": math.nan},
+        {"n": [[None, -math.inf]]},
+        {"n": [1, math.nan, "x" * 300]},
+        {"n": 2**64},
+        {"half": "\ud800" * 300},
+        {"half": ["x" * 300, "\ud800"]},
+        {"y" * 300: "y" * 300},
+        {"tuple": ("x" * 300, None)},
+        {"text": Text("x" * 300)},
+        {1: "x" * 300},
+        {"deep": functools.reduce(lambda inner, _: {"a": inner, "b": "x" * 300}, range(300), "x" * 300)},
+    ],
+    ids=lambda odd: repr(odd)[:30],
 )
-def test_where_that_is_not_sure_their_bytes_are_looked_at(odd: dict[str, Any]) -> None:
-    message = {"role": "user", "content": 'say "yes" ' * 30, **odd}
-    assert _long_strings_of(odd | message, Bodies()._dump(odd | message)) is None
-    assert begin(Trace("t"), {"messages": [message]}).request == {"messages": [message]}
+def test_so_they_are_beside_what_json_has_in_no_other_way(odd: dict[Any, Any]) -> None:
+    message = {"role": "user", "content": 'say "yes" ' * 30}
+    values = [message, message | odd, odd, [message, odd], {"content": None, "inner": [message, odd]}]
+    bodies, by_text = Bodies(), ByText()
+    for body in (bodies, by_text):
+        body.put_request({"messages": values, "field": values[1]}, "messages")
+    assert entries(bodies) == entries(by_text)
+    assert text(bodies.value(bodies.put(values))) == text(values)
+    assert message == {"role": "user", "content": 'say "yes" ' * 30}
 
 
 def test_deep_nesting_is_kept_or_refused() -> None:
@@ -274,8 +327,8 @@ def test_other_histories_are_kept_once(history: Any) -> None:
 def test_the_last_of_5000_turns_is_rebuilt_without_recursion() -> None:
     trace, messages = Trace("t"), [{"n": i} for i in range(5000)]
     for turn in range(5000):
-        # Each turn adds a message to one of 25 agents' histories: a single one takes a minute to offer.
-        begin(trace, {"messages": messages[turn % 25 : turn + 1 : 25]})
+        # Each turn adds a message to one of 50 agents' histories: a single one takes a minute to offer.
+        begin(trace, {"messages": messages[turn % 50 : turn + 1 : 50]})
     begin(trace, {"messages": messages})
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 60)
@@ -283,7 +336,7 @@ def test_the_last_of_5000_turns_is_rebuilt_without_recursion() -> None:
         rebuilt = [trace.turns[i].request["messages"] for i in (-1, -2, 0)]
     finally:
         sys.setrecursionlimit(limit)
-    assert rebuilt == [messages, messages[24::25], messages[:1]]
+    assert rebuilt == [messages, messages[49::50], messages[:1]]
     assert Trace.from_jsonl(trace.to_jsonl()).turns[-1].request["messages"] == messages
 
 
@@ -323,6 +376,18 @@ def test_a_short_message_takes_about_its_own_bytes() -> None:
 
     used(5)
     assert (used(600) - used(100)) / 500 < 1500
+
+
+def test_so_does_a_long_one() -> None:
+    # orjson's text of a string, kept as it is, takes eight times as much.
+    said = [{"content": f"{number} " * 20_000} for number in range(100, 110)]
+    tracemalloc.start()
+    try:
+        trace = Trace("t")
+        trace.store({"messages": said}, "messages")
+        assert tracemalloc.get_traced_memory()[0] < 1.1 * trace.stored_bytes()
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_garbage_collector_sees_turns_only() -> None:
