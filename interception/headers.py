@@ -1,8 +1,10 @@
 """Which headers cross the server, and which end at it."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multidict import CIMultiDict
 
@@ -40,24 +42,40 @@ NOT_TO_UPSTREAM = HOP_BY_HOP | FRAMING | AUTH | OURS
 NOT_TO_CLIENT = HOP_BY_HOP | {"content-length", "content-encoding", "x-vf-call-id"}
 
 
+class _Plan(NamedTuple):
+    """Which of the headers of these names, by their places, cross."""
+
+    crossing: tuple[int, ...]
+    repeated: tuple[str, ...]
+    connection: tuple[int, ...]
+    """Those that name others of this hop's."""
+
+
+@lru_cache(maxsize=64)
+def _plan(names: tuple[str, ...], dropped: frozenset[str]) -> _Plan:
+    """One peer's names are the same each time, and so is what becomes of them."""
+    lowered = [name.lower() for name in names]
+    crossing = [at for at, name in enumerate(lowered) if name not in dropped and not name.startswith("x-forwarded-")]
+    times = Counter(lowered[at] for at in crossing)
+    return _Plan(
+        tuple(crossing),
+        tuple(names[lowered.index(name)] for name, number in times.items() if number > 1),
+        tuple(at for at, name in enumerate(lowered) if name == "connection"),
+    )
+
+
 def _crossing(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    crossing: dict[str, tuple[str, str]] = {}
-    """By the names in lower case."""
-    named: list[str] = []
-    for name, value in headers.items():
-        lowered = name.lower()
-        if lowered in dropped:
-            if lowered == "connection":
-                named += value.lower().split(",")
-        elif lowered in crossing and lowered != "set-cookie":
-            # One that is repeated says the same as a list (of cookies, which have no lists, the last one stays).
-            first, before = crossing[lowered]
-            crossing[lowered] = first, f"{before}, {value}"
-        elif not lowered.startswith("x-forwarded-"):
-            crossing[lowered] = name, value
-    for word in named:
-        crossing.pop(word.strip(), None)
-    return CIMultiDict(crossing.values())
+    fields = list(headers.items())
+    plan = _plan(tuple([name for name, _ in fields]), dropped)
+    crossing = CIMultiDict([fields[at] for at in plan.crossing])
+    for name in plan.repeated:
+        values = crossing.getall(name)
+        # One that is repeated says the same as a list (of cookies, which have no lists, the last one stays).
+        crossing[name] = values[-1] if name.lower() == "set-cookie" else ", ".join(values)
+    for at in plan.connection:
+        for word in fields[at][1].split(","):
+            crossing.popall(word.strip(), None)
+    return crossing
 
 
 def to_upstream(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -92,9 +110,10 @@ class Sending:
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """An upstream's headers as they are answered. The body is decoded and framed anew."""
     crossing = _crossing(headers, NOT_TO_CLIENT)
-    for name, value in list(crossing.items()):
-        if not value.isprintable() and (fit := UNFIT.sub("", value)) != value:
-            crossing[name] = fit
+    if not "".join(crossing.values()).isprintable():
+        for name, value in list(crossing.items()):
+            if (fit := UNFIT.sub("", value)) != value:
+                crossing[name] = fit
     return crossing
 
 

@@ -35,14 +35,15 @@ async def read_body(request: web.BaseRequest, cap: int) -> bytes:
     decoder = decoder_of(encoding)
     if decoder is None and encoding not in ("", "identity"):
         raise Failure(415, f"the content-encoding {encoding!r} is not supported: use gzip, deflate, br or zstd")
-    if (request.content_length or 0) > cap:
-        raise _too_large(cap)
     content = request.content
+    if not content.is_eof() and (request.content_length or 0) > cap:
+        raise _too_large(cap)
     parts: list[bytes] = []
     room = cap
     try:
-        # What has arrived whole is not waited for.
-        while chunk := content.read_nowait() if content.is_eof() else await _next_chunk(content):
+        while not content.at_eof():
+            # What has arrived whole is not waited for.
+            chunk = content.read_nowait() if content.is_eof() else await _next_chunk(content)
             # In pieces as they come, so that the loop is held up by none, and a bomb is noticed when it is too large.
             part = chunk if decoder is None else decoder.feed(chunk, room)
             room -= len(part)

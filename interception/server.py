@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from interception.base import Interception, Slot
-from interception.collector import rare_full_searches
+from interception.collector import rare_searches
 from interception.config import InterceptionServerConfig
 from interception.looplag import LoopWatch
 from interception.metrics import Calls, samples_of_calls, samples_of_lag
@@ -115,7 +115,7 @@ class InterceptionServer(Interception):
         self._stack = AsyncExitStack()
         self._watch = LoopWatch.join()
         self._stack.callback(self._watch.leave)
-        self._stack.enter_context(rare_full_searches())
+        self._stack.enter_context(rare_searches())
         tunnel = self.tunnel
         self._stack.push_async_callback(self.upstreams.close)
         served = web.Server(

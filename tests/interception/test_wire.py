@@ -779,3 +779,22 @@ class TestHeaders:
             answer = await running.call(WIRE, WIRE.request())
             assert answer.status == 503
             assert "tell-nobody" not in str(answer.json)
+
+
+async def test_calls_that_are_sent_alike_share_their_head_but_for_id_and_length() -> None:
+    peer = Peer(OK)
+    async with peer.serving() as url, clients() as made:
+        theirs = {"x-vf-call-id": "theirs", "content-length": "99", "host": "virtual", "x-one": "\u00e9"}
+        sending = Sending(upstream(url), f"{url}/x?y=%41", CIMultiDict(theirs))
+        for call_id, body in (("first", b"{}"), ("second", b'{"longer": 1}'), ("third", b"")):
+            async with made.post(sending, call_id, body) as answer:
+                await answer.read()
+    for (head, body), call_id in zip(peer.requests, ("first", "second", "third"), strict=True):
+        line, *fields = head.decode().removesuffix("\r\n\r\n").split("\r\n")
+        told = CIMultiDict[str](tuple(field.split(": ", 1)) for field in fields)
+        assert line == "POST /v1/x?y=%41 HTTP/1.1"
+        assert told.getall("X-VF-Call-Id") == [call_id]
+        assert told.getall("Content-Length") == [str(len(body))]
+        assert told.getall("Host") == ["virtual"]
+        assert told["x-one"] == "\u00e9"
+        assert told["Accept"] == "*/*"
