@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
 
 from interception.connection import Connection
-from interception.dialects.base import FAILED, OPEN, Phase, Stream, read_error
+from interception.dialects.base import CLOSING, FAILED, OPEN, Stream, read_error
 from interception.headers import to_client
 from interception.hooks import run_response_hooks
 from interception.policy import ServingPolicy
@@ -112,28 +113,30 @@ class AnswerReader:
             exchange.began(response.status, response.headers, stream)
         else:
             exchange.attempt.status, exchange.attempt.first_byte = response.status, time.time()
-        if isinstance(content, Connection) and not hooked:
-            content.tap = lambda piece: self._at_once(reading, piece)
+        tapped = content if isinstance(content, Connection) and not hooked else None
+        if tapped is not None:
+            tapped.tap = partial(self._at_once, stream, reading)
         broken: Exception | None = None
-        phase = Phase.OPEN
-        while phase is Phase.OPEN or phase is Phase.CLOSING:
+        ended = False
+        while not ended and (stream.phase is OPEN or stream.phase is CLOSING):
             try:
-                if phase is Phase.OPEN:
+                if stream.phase is OPEN:
                     chunk = await content.readany()
                 else:
+                    if tapped is not None:
+                        tapped.tap = None
                     async with asyncio.timeout(self._policy.hold):
                         chunk = await content.readany()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
-            for _ in reading.take(chunk):
-                await asyncio.sleep(0)
-            phase = stream.phase
-            if free and reading.begun and not hooked:
-                exchange.release(b"".join(free))
-                free.clear()
-            if not chunk:
-                break
-        if phase is Phase.FAILED:
+            ended = broken is not None or (not chunk and content.at_eof())
+            if chunk or ended:  # else the tap has read what there was
+                for _ in reading.take(chunk):
+                    await asyncio.sleep(0)
+            if not hooked:
+                self._release(reading)
+        phase = stream.phase
+        if phase is FAILED:
             message = self._session.upstream.redacted(stream.error() or "the upstream's stream said that it failed")
             self._note(stream.response(), whole=False)
             relayed = reading.begun and not hooked
@@ -141,7 +144,7 @@ class AnswerReader:
                 exchange.release(self._redacted(b"".join(held)))
             # Some errors the SDKs read past: those are told again, in a shape they raise for.
             raise Failure(stream.error_status() or 502, message, relayed=relayed and stream.error_shown())
-        if phase is Phase.OPEN:
+        if phase is OPEN:
             self._note(stream.response(), whole=False)
             if isinstance(broken, TimeoutError):
                 raise Failure(504, f"the upstream stalled after {stream.events} events") from broken
@@ -154,16 +157,21 @@ class AnswerReader:
         if hooked:
             exchange.began(response.status, response.headers, stream)
         exchange.release(b"".join(free + held), terminal=True)
-        if phase is Phase.CLOSING and changed is None and not content.at_eof():
+        if phase is CLOSING and changed is None and not content.at_eof():
             await self._rest(content, reading)
 
-    def _at_once(self, reading: "_Reading", piece: bytes) -> int:
-        """Release those events of a piece, from its beginning on, that are the last one again: most of a live stream,
-        for which this task need not wake. How many of its bytes they are."""
-        repeated = reading.repeated(piece)
-        if repeated:
-            self._exchange.release(piece[:repeated])
-        return repeated
+    def _at_once(self, stream: Stream, reading: "_Reading", piece: bytes) -> bool:
+        """Read and release a piece for which the task waits. While the stream stays open it need not wake for it: a
+        turn of it takes as long as most events."""
+        for _ in reading.take(piece):
+            pass  # it is small
+        self._release(reading)
+        return stream.phase is OPEN
+
+    def _release(self, reading: "_Reading") -> None:
+        if reading.free and reading.begun:
+            self._exchange.release(b"".join(reading.free))
+            reading.free.clear()
 
     async def _rest(self, content: Content, reading: "_Reading") -> None:
         """What follows an answer that was recorded after `hold` seconds of silence: relayed, for what it is worth."""
@@ -266,12 +274,6 @@ class _Reading:
                     self.free.append(plain[:at])
                 if at < len(plain):
                     yield from self._plain(plain, at)
-
-    def repeated(self, piece: bytes) -> int:
-        """How many bytes of `piece`, from its beginning on, are the last event again; they are taken then."""
-        if self._stream.phase is not OPEN or len(piece) > SLICE or not self._parser.between(piece):
-            return 0
-        return self._stream.repeats(piece)
 
     def unread(self, piece: bytes) -> list[bytes]:
         """What readers may have of `piece`, once the answer is whole."""

@@ -16,6 +16,9 @@ HEAD_CAP: Final = 64 * 1024
 
 HEADERS_CAP: Final = 128
 
+TAPPED: Final = 8 * 1024
+"""Bytes of a piece up to which it is given to the tap: read in one go, and nobody else gets a turn meanwhile."""
+
 BODY_CAP: Final = 2**40
 """Bytes that one piece may become: what an upstream sends is not bounded, as it would not be if it were sent plain."""
 
@@ -68,9 +71,10 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.tap: Callable[[bytes], int] | None = None
-        """Asked of a piece of the body for which a reader waits: how many of its bytes it takes. The reader gets the
-        others, and sleeps on if there are none."""
+        self.tap: Callable[[bytes], bool] | None = None
+        """Given a small piece of the body for which a reader waits, in its place. True: the reader sleeps on. It is
+        not asked of the last piece, nor of what must be decoded."""
+        self._roused = False
         self._then: Callable[[Connection], None] | None = None
         """To be told when all of an answer that nobody reads any more is here."""
         self._patience: asyncio.TimerHandle | None = None
@@ -90,7 +94,7 @@ class Connection(asyncio.Protocol):
             await self._news()
 
     async def readany(self) -> bytes:
-        """The next bytes of the body, decoded; empty at its end."""
+        """The next bytes of the body, decoded; empty at its end, and where the tap has had this reader woken."""
         while True:
             if self._parts:
                 data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -102,7 +106,10 @@ class Connection(asyncio.Protocol):
                     raise aiohttp.ClientPayloadError("the compressed body ends too early")
                 return b""
             else:
+                self._roused = False
                 await self._news()
+                if self._roused:
+                    return b""
 
     async def read(self) -> bytes:
         """All that is left of the body."""
@@ -227,14 +234,16 @@ class Connection(asyncio.Protocol):
         self._siblings.discard(self)
         self.lost.set_result(None)
 
-    def _tapped(self, tap: Callable[[bytes], int]) -> bool:
-        """Whether there is anything for the reader, too."""
+    def _tapped(self, tap: Callable[[bytes], bool]) -> bool:
+        """Whether there is anything for the reader."""
         if not self._parts or self._whole or self._error is not None or self._decoder is not None:
             return True
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        taken = tap(data)
-        self._parts[:] = [data[taken:]] if taken < len(data) else []
-        return bool(self._parts)
+        if len(data) > TAPPED:
+            return True
+        self._parts.clear()
+        self._roused = not tap(data)
+        return self._roused
 
     def _failed(self, error: Callable[[], Exception]) -> None:
         self._error, self.reusable = error, False

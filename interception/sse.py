@@ -153,12 +153,6 @@ class SseParser:
         self._ended = end == len(data)
         return data[:end]
 
-    def between(self, chunk: bytes) -> bool:
-        """Whether all that came is events that are whole, and `chunk` begins with another, its lines ended by LFs."""
-        if self._ended:
-            return CR not in chunk and not chunk.startswith(b"\n")
-        return not self._raw and self._started and self._plain(chunk)
-
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """The events that `chunk` completes."""
         plain = self.plain(chunk)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from interception.connection import Connection
+from interception.connection import TAPPED, Connection
 from interception.dialects import RESPONSES
 from interception.sse import sse
 from interception.trace import Attempt
@@ -58,16 +58,16 @@ def chunk(data: bytes) -> bytes:
 
 
 class TestTheTap:
-    """A connection asks it first, while its reader sleeps."""
+    """A connection gives it what comes while its reader sleeps."""
 
-    async def test_what_it_takes_does_not_wake_the_reader(self) -> None:
+    async def test_what_it_gets_does_not_wake_the_reader_until_it_says_so(self) -> None:
         connection, seen = answering(), list[bytes]()
         reading = asyncio.create_task(connection.readany())
         await asyncio.sleep(0)
 
-        def tap(data: bytes) -> int:
+        def tap(data: bytes) -> bool:
             seen.append(data)
-            return len(data)
+            return len(seen) < 3
 
         connection.tap = tap
         connection.data_received(chunk(b"one") + chunk(b"two"))
@@ -75,51 +75,57 @@ class TestTheTap:
         await asyncio.sleep(0)
         assert seen == [b"onetwo", b"three"]
         assert not reading.done()
-        connection.data_received(b"0\r\n\r\n")
+        connection.data_received(chunk(b"four"))
+        connection.data_received(chunk(b"five"))  # the reader has been woken: this is for it
         assert await reading == b""
+        assert not connection.at_eof()
+        assert await connection.readany() == b"five"
+        assert seen == [b"onetwo", b"three", b"four"]
 
-    async def test_the_reader_gets_what_it_leaves(self) -> None:
+    async def test_it_gets_nothing_for_which_nobody_waits(self) -> None:
         connection = answering()
-        connection.tap = lambda data: 3
-        reading = asyncio.create_task(connection.readany())
-        await asyncio.sleep(0)
-        connection.data_received(chunk(b"one") + chunk(b"two"))
-        assert await reading == b"two"
-
-    async def test_it_is_not_asked_of_what_nobody_waits_for(self) -> None:
-        connection = answering()
-        connection.tap = lambda data: len(data)
+        connection.tap = refused
         connection.data_received(chunk(b"one"))
         assert await connection.readany() == b"one"
 
-    async def test_nor_of_what_a_reader_that_was_cancelled_waited_for(self) -> None:
+    async def test_nor_what_a_reader_that_was_cancelled_waited_for(self) -> None:
         connection = answering()
         reading = asyncio.create_task(connection.readany())
         await asyncio.sleep(0)
-        connection.tap = lambda data: pytest.fail("it was asked")
+        connection.tap = refused
         reading.cancel()
         connection.data_received(chunk(b"one"))
         await asyncio.wait({reading})
         assert reading.cancelled()
 
-    async def test_nor_of_a_compressed_body_nor_of_the_next_answer(self) -> None:
-        connection = answering("Content-Encoding: deflate")
-        connection.tap = lambda data: pytest.fail("it was asked")
+    @pytest.mark.parametrize("data", [zlib.compress(b"aa"), b"a" * (TAPPED + 1)], ids=["compressed", "large"])
+    async def test_nor_what_takes_its_time_to_be_read(self, data: bytes) -> None:
+        connection = answering(*["Content-Encoding: deflate"] * (len(data) < TAPPED))
+        connection.tap = refused
         reading = asyncio.create_task(connection.readany())
         await asyncio.sleep(0)
-        connection.data_received(chunk(zlib.compress(b"aa")))
-        assert await reading == b"aa"
-        connection.done()
-        assert connection.tap is None
+        connection.data_received(chunk(data))
+        assert set(await reading) == set(b"a")
 
-    async def test_the_end_is_for_the_reader(self) -> None:
+    async def test_nor_the_end(self) -> None:
         connection = answering()
+        connection.tap = refused
         reading = asyncio.create_task(connection.readany())
         await asyncio.sleep(0)
-        connection.tap = lambda data: pytest.fail("it was asked")
         connection.data_received(chunk(b"last") + b"0\r\n\r\n")
         assert await reading == b"last"
         assert await connection.readany() == b""
+        assert connection.at_eof()
+
+    async def test_nor_the_next_answer(self) -> None:
+        connection = answering()
+        connection.tap = refused
+        connection.done()
+        assert connection.tap is None
+
+
+def refused(data: bytes) -> bool:
+    pytest.fail(f"it got {data!r}")
 
 
 class TestFollowing:
