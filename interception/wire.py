@@ -6,7 +6,6 @@ piece. What is sent and read is the same but for what `test_where_it_differs` na
 """
 
 import asyncio
-from contextlib import suppress
 from functools import lru_cache
 from typing import Final, Self
 
@@ -50,16 +49,18 @@ class Wire:
         self._closed = False
 
     def post(self, sending: Sending, call_id: str, body: bytes) -> "Post":
-        return Post(self, sending, call_id, body)
+        head = sending.head
+        if head is None:
+            head = sending.head = self._head(sending)
+        data = b"%b%b\r\nContent-Length: %d\r\n\r\n%b" % (head, call_id.encode(), len(body), body)
+        return Post(self, data if head else b"")
 
-    def send(self, sending: Sending, call_id: str, body: bytes) -> Connection | None:
+    def send(self, data: bytes) -> Connection | None:
         """Send a request on a connection that is free: which one it was, if there is one."""
-        data = self._data(sending, call_id, body)
         connection = self._known()
         return None if connection is None else _sent(connection, data)
 
-    async def send_on_new(self, sending: Sending, call_id: str, body: bytes) -> Connection:
-        data = self._data(sending, call_id, body)
+    async def send_on_new(self, data: bytes) -> Connection:
         return _sent(await self._connect(), data)
 
     def leave(self, connection: Connection) -> None:
@@ -84,14 +85,9 @@ class Wire:
             connection.abort()
         await asyncio.gather(*(connection.lost for connection in open))
 
-    def _data(self, sending: Sending, call_id: str, body: bytes) -> bytes:
-        head = sending.head
-        if head is None:
-            head = sending.head = self._head(sending)
-        return b"%b%b\r\nContent-Length: %d\r\n\r\n%b" % (head, call_id.encode(), len(body), body)
-
     def _head(self, sending: Sending) -> bytes:
-        """What all calls begin with that go there: up to a call's id, which with the length of its body is its own."""
+        """What all calls begin with that go there: up to a call's id, which with the length of its body is its own.
+        Empty: they cannot be sent."""
         headers = sending.headers("")
         headers.popall(CALL_ID_HEADER)
         headers.popall("Content-Length", None)
@@ -99,7 +95,7 @@ class Wire:
             headers.setdefault(name, value)
         lines = [f"POST {_target(sending.url)} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         if any(mark in line for line in lines for mark in "\r\n\0"):
-            raise Failure(400, "a header of the request has a line break or a NUL in it")
+            return b""
         return "\r\n".join([*lines, f"{CALL_ID_HEADER}: "]).encode(errors="surrogateescape")
 
     def _known(self) -> Connection | None:
@@ -141,15 +137,12 @@ class Post:
     status: int
     headers: CIMultiDictProxy[str]
 
-    def __init__(self, wire: Wire, sending: Sending, call_id: str, body: bytes) -> None:
+    def __init__(self, wire: Wire, data: bytes) -> None:
+        """`data`: empty for a request that is not to be sent, which is said when it is entered."""
         self._wire = wire
-        self._request: tuple[Sending, str, bytes] | None = (sending, call_id, body)
-        self._connection: Connection | None = None
+        self._connection = wire.send(data) if data else None
+        self._data = data if self._connection is None else b""  # nobody holds the body once it is sent
         self._entered = False
-        with suppress(Failure):  # it is raised when this is entered
-            self._connection = wire.send(sending, call_id, body)
-        if self._connection is not None:
-            self._request = None  # nobody holds the body once it is sent
 
     def drop(self) -> None:
         """It will not be entered, if it has not been."""
@@ -166,10 +159,12 @@ class Post:
 
     async def __aenter__(self) -> Self:
         self._entered = True
-        if self._request is not None:
-            request, self._request = self._request, None
-            self._connection = self._wire.send(*request) or await self._wire.send_on_new(*request)
-            del request
+        if self._connection is None:
+            data, self._data = self._data, b""
+            if not data:
+                raise Failure(400, "a header of the request has a line break or a NUL in it")
+            self._connection = self._wire.send(data) or await self._wire.send_on_new(data)
+            del data
         connection = self.content
         try:
             await connection.head()
