@@ -62,7 +62,7 @@ class AnswerReader:
 
     async def read(self, response: UpstreamAnswer) -> None:
         """The whole answer. Raises `Failure` for one that is no success, or not whole."""
-        if response.status >= 300:
+        if not 200 <= response.status < 300:
             try:
                 body = await response.read()
             except (TimeoutError, aiohttp.ClientError, OSError):
@@ -129,6 +129,8 @@ class AnswerReader:
                         chunk = await content.readany()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 broken, chunk = error, b""
+            if reading.defective:
+                raise Failure(500, "the interception server failed; see its log")
             ended = broken is not None or (not chunk and content.at_eof())
             if chunk or ended:  # else the tap has read what there was
                 for _ in reading.take(chunk):
@@ -163,10 +165,15 @@ class AnswerReader:
     def _at_once(self, stream: Stream, reading: "_Reading", piece: bytes) -> bool:
         """Read and release a piece for which the task waits. While the stream stays open it need not wake for it: a
         turn of it takes as long as most events."""
-        for _ in reading.take(piece):
-            pass  # it is small
-        self._release(reading)
-        return stream.phase is OPEN
+        try:
+            for _ in reading.take(piece):
+                pass  # it is small
+            self._release(reading)
+        except Exception:
+            # Of ours, and no reason for the connection to be cut as if it were the upstream's.
+            logger.exception("call %s failed in the interception server", self._exchange.attempt.call_id)
+            reading.defective = True
+        return stream.phase is OPEN and not reading.defective
 
     def _release(self, reading: "_Reading") -> None:
         if reading.free and reading.begun:
@@ -240,7 +247,7 @@ class AnswerReader:
 class _Reading:
     """A stream as it is read, and what readers may have of it."""
 
-    __slots__ = ("_parser", "_stream", "_withhold_usage", "begun", "free", "held")
+    __slots__ = ("_parser", "_stream", "_withhold_usage", "begun", "defective", "free", "held")
 
     def __init__(self, stream: Stream, withhold_usage: bool) -> None:
         self._stream = stream
@@ -253,6 +260,8 @@ class _Reading:
         self.begun = False
         """Whether an event has come. Comments and the like are none: what follows them may still be an error with a
         status."""
+        self.defective = False
+        """Whether reading it failed where nobody could be told."""
 
     def take(self, chunk: bytes) -> Iterator[None]:
         """Read the events that `chunk` completes, up to one that says that the stream failed; of an empty chunk, which

@@ -107,6 +107,9 @@ class Routes:
             return await self._handler(request)(request)
         finally:
             server.in_flight -= 1
+            if isinstance(lost := request.content.exception(), BaseException):
+                # A harness that went away while it was written to: the error's frames know the writers and the rollout.
+                lost.with_traceback(None)
 
     def _handler(self, request: web.BaseRequest) -> Handler:
         path = request.rel_url.path_safe

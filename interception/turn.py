@@ -138,6 +138,8 @@ class Exchange:
             return False
         self._end(failure)
         self._task.cancel()
+        # One that had not begun keeps the frame that it was cancelled in, and with it us and all that `work` knows.
+        del self._task
         return self.failure is not None
 
     # -- parts ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import gc
 import json
 import socket
 import struct
@@ -473,6 +474,16 @@ async def rollout(
         yield running
         running.end()
         assert upstream.unscripted == 0, f"{upstream.unscripted} calls reached the upstream that should not have"
+
+
+@asynccontextmanager
+async def unsearched() -> AsyncIterator[None]:
+    """What is gone in here was held by nobody, nor by itself: the garbage collector does not come by."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 async def read_until(response: aiohttp.ClientResponse, wanted: Callable[[SseEvent], bool]) -> list[SseEvent]:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import socket
+import struct
+import weakref
 import zlib
 from collections.abc import Sequence
 
@@ -9,11 +12,13 @@ import pytest
 
 from interception.connection import TAPPED, Connection
 from interception.dialects import RESPONSES
-from interception.sse import sse
+from interception.dialects.base import Phase, Stream
+from interception.serving import _Telling
+from interception.sse import SseEvent, sse
 from interception.trace import Attempt
 from interception.turn import Exchange, Failure
 from tests.helpers import until
-from tests.interception.scripted import PATIENT, WIRE, WIRES, Step, Wire, events_of, rollout, streams
+from tests.interception.scripted import PATIENT, WIRE, WIRES, Step, Wire, events_of, rollout, streams, unsearched
 
 PIECES = [f"piece {number} " for number in range(40)]
 
@@ -234,6 +239,58 @@ class TestALiveStream:
             gone.set()
             await until(lambda: running.trace.turns[0].complete)
             assert WIRE.said(running.trace.turns[0].response) == "".join(PIECES)
+
+    async def test_of_a_harness_that_left_while_it_was_written_to_is_held_by_nobody(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop, gate, follow = asyncio.get_running_loop(), asyncio.Event(), _Telling.follow
+        before, pieces, after = spoken(WIRE, PIECES)
+
+        def followed(telling: _Telling, chunk: bytes) -> bool:
+            if gate.is_set():
+                harness.close()  # which the server has not been told
+            return follow(telling, chunk)
+
+        monkeypatch.setattr(_Telling, "follow", followed)
+        async with unsearched(), rollout(streaming="live") as running:
+            running.upstream.then(streams(*before, gate, *pieces, *after))
+            harness = socket.create_connection(("127.0.0.1", int(running.slot.base_url.rpartition(":")[2])))
+            harness.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            harness.setblocking(False)
+            body = json.dumps(WIRE.request(stream=True)).encode()
+            head = f"POST {WIRE.path} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {running.slot.model_secret}\r\n"
+            await loop.sock_sendall(harness, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert await loop.sock_recv(harness, 1)
+            [exchange] = [weakref.ref(call.exchange) for call in running.session.ledger]
+            gate.set()
+            await until(lambda: running.trace.turns[0].complete and not running.server.in_flight)
+            running.end()
+            await until(lambda: exchange() is None)
+
+    async def test_that_we_fail_to_read_is_said_to_be_our_failure(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        gate, feed = asyncio.Event(), Stream.feed
+        before, pieces, _ = spoken(WIRE, PIECES[:1])
+
+        def defective(stream: Stream, event: SseEvent) -> Phase:
+            if b"odd" in event.raw:
+                raise LookupError("a defect")
+            return feed(stream, event)
+
+        monkeypatch.setattr(Stream, "feed", defective)
+        async with rollout(streaming="live") as running:
+            running.upstream.then(streams(*before, *pieces, gate, sse({"odd": 1}), Step.HANG))
+            async with running.open(WIRE, WIRE.request(stream=True)) as response:
+                came = await response.content.readuntil(b"piece 0 ")
+                gate.set()
+                error = events_of(came + await response.read())[-1]
+            assert WIRE.is_error_event(error)
+            [attempt] = running.trace.turns[0].attempts
+            for told in (error.raw.decode(), str(attempt.error)):
+                assert "the interception server failed" in told
+            assert f"call {attempt.call_id} failed in the interception server" in caplog.text
+            assert "a defect" in caplog.text
 
     @pytest.mark.parametrize("leave", [Step.CLOSE, Step.RESET], ids=["close", "reset"])
     async def test_that_breaks_off_is_told_so_after_all_that_came(self, leave: Step) -> None:

@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 import threading
+import weakref
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -30,11 +31,11 @@ from interception.connecting import ADDRESSES_KEPT, Origin, _from, _tls
 from interception.connection import Connection
 from interception.headers import Sending
 from interception.ledger import Ledger
-from interception.turn import Call, Failure
+from interception.turn import Call, Exchange, Failure
 from interception.upstream import PIECE, UpstreamClients, failure
 from interception.wire import KEEPALIVE
 from tests.helpers import until
-from tests.interception.scripted import WIRE, Step, answers, does, rollout
+from tests.interception.scripted import WIRE, Step, answers, does, rollout, unsearched
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -486,13 +487,14 @@ class TestKeptConnections:
     async def test_and_is_cut_if_its_rollout_ends_before_the_call_has_begun(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with rollout() as running:
+        async with unsearched(), rollout() as running:
             running.upstream.then(answers(WIRE.body()), does(Step.HANG))
             await running.call(WIRE, WIRE.request())
-            add = Ledger.add
+            add, held = Ledger.add, list[weakref.ref[Exchange]]()
 
             def added(ledger: Ledger, call: Call, *, key: str | None) -> None:
                 add(ledger, call, key=key)
+                held.append(weakref.ref(call.exchange))
                 call.exchange.cancel(Failure(409, "over"))  # its task has not run
 
             monkeypatch.setattr(Ledger, "add", added)
@@ -500,6 +502,8 @@ class TestKeptConnections:
                 assert response.status == 409
             await until(lambda: running.upstream.calls == 2 and running.upstream.abandoned == 1)
             assert not open_of(running.server.upstreams)
+            running.end()
+            await until(lambda: held[0]() is None)
 
     async def test_none_is_kept_once_the_server_has_stopped(self) -> None:
         peer = Peer(OK)
@@ -753,6 +757,14 @@ class TestAddresses:
 
 
 class TestHeaders:
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    async def test_a_status_that_is_none_is_not_relayed(self, stream: bool) -> None:
+        kind = b"Content-Type: " + (b"text/event-stream" if stream else b"application/json")
+        raw = with_length(WIRE.stream() if stream else WIRE.body(), kind).replace(b"200 OK", b"099 Hm")
+        async with Peer(raw).serving() as url, rollout(base_url=url) as running:
+            answer = await running.call(WIRE, WIRE.request(stream=stream))
+            assert (answer.status, "answered 99" in str(answer.json)) == (502, True)
+
     @pytest.mark.parametrize("value", ["a\r\nX-B: b", "a\nb", "a\rb", "a\0b"])
     async def test_what_would_be_two_headers_is_refused_and_never_sent(self, value: str) -> None:
         peer = Peer(OK)
