@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
+from multidict import CIMultiDict
 
 from interception.connection import Connection
 from interception.dialects.base import CLOSING, FAILED, OPEN, Stream, read_error
@@ -96,7 +97,7 @@ class AnswerReader:
         if changed is not None:
             answer, body = changed, dumps(changed)
         self._record(answer)
-        exchange.began(response.status, response.headers, None)
+        self._began(response, None)
         exchange.release(body, terminal=True)
 
     # -- streamed ------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class AnswerReader:
         # A response hook sees the whole answer before anybody else does.
         hooked = bool(self._session.on_response)
         if not hooked:
-            exchange.began(response.status, response.headers, stream)
+            self._began(response, stream)
         else:
             exchange.attempt.status, exchange.attempt.first_byte = response.status, time.time()
         tapped = content if isinstance(content, Connection) and not hooked else None
@@ -157,7 +158,7 @@ class AnswerReader:
             answer, free, held = changed, [], [call.rendered(changed)]
         self._record(answer)
         if hooked:
-            exchange.began(response.status, response.headers, stream)
+            self._began(response, stream)
         exchange.release(b"".join(free + held), terminal=True)
         if phase is CLOSING and changed is None and not content.at_eof():
             await self._rest(content, reading)
@@ -193,6 +194,13 @@ class AnswerReader:
             pass  # the answer was whole
 
     # -- both ----------------------------------------------------------------------------------
+
+    def _began(self, response: UpstreamAnswer, stream: Stream | None) -> None:
+        headers, redacted = response.headers, self._session.upstream.redacted
+        told = "\n".join(headers.values())
+        if redacted(told) != told:
+            headers = CIMultiDict([(name, redacted(value)) for name, value in headers.items()])
+        self._exchange.began(response.status, headers, stream)
 
     async def _hooked(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         """The answer as the hooks leave it; None if they leave it alone. What they refuse is recorded all the same."""

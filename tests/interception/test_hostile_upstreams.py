@@ -27,8 +27,20 @@ class TestKeysComeBackFromNowhere:
             answers(b"", status=307, headers={"Location": f"http://x/?key={KEY}"}),
             streams(f'data: {{"error": {{"message": "bad key {KEY}"}}}}\n\n'.encode()),
             streams(WIRE.events()[0], f'data: {{"error": {{"message": "bad key {KEY}"}}}}\n\n'.encode()),
+            streams(*WIRE.events(), headers={"X-A": "1", "X-Asked-By": f"Bearer {KEY}"}),
+            answers(WIRE.body(), headers={"X-Asked-By": f"Bearer {KEY}"}),
         ],
-        ids=["401", "500 page", "200 page", "200 with an error", "redirect", "first event", "later event"],
+        ids=[
+            "401",
+            "500 page",
+            "200 page",
+            "200 with an error",
+            "redirect",
+            "first event",
+            "later event",
+            "header of a stream",
+            "header",
+        ],
     )
     async def test_an_upstream_that_quotes_our_key_brings_it_nowhere(
         self, script: Any, caplog: pytest.LogCaptureFixture
