@@ -141,14 +141,14 @@ class AnswerReader:
         phase = stream.phase
         if phase is FAILED:
             message = self._session.upstream.redacted(stream.error() or "the upstream's stream said that it failed")
-            self._note(stream.response(), whole=False)
+            self._note(self._unquoted(stream.response()), whole=False)
             relayed = reading.begun and not hooked
             if relayed:
                 exchange.release(self._redacted(b"".join(held)))
             # Some errors the SDKs read past: those are told again, in a shape they raise for.
             raise Failure(stream.error_status() or 502, message, relayed=relayed and stream.error_shown())
         if phase is OPEN:
-            self._note(stream.response(), whole=False)
+            self._note(self._unquoted(stream.response()), whole=False)
             if isinstance(broken, TimeoutError):
                 raise Failure(504, f"the upstream stalled after {stream.events} events") from broken
             raise Failure(502, f"the upstream broke off after {stream.events} events") from broken
@@ -226,6 +226,15 @@ class AnswerReader:
             # A copy that cannot be kept is no reason to fail the call.
             logger.warning("turn %s is recorded without its answer: %s", turn.id, error)
             turn.record(response=None, usage=usage, finish_reason=finish_reason)
+
+    def _unquoted(self, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What there is of one that failed, without our key, which its error may have."""
+        try:
+            said = dumps(answer)
+        except ValueError:
+            return answer  # nor can it be recorded
+        told = self._redacted(said)
+        return answer if told == said else parsed(told)
 
     def _redacted(self, body: bytes) -> bytes:
         text = body.decode(errors="surrogateescape")

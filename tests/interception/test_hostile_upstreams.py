@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from interception import InterceptionServer, RolloutLimits, RolloutSession, Upstream
+from interception.sse import sse
 from tests.helpers import until
 from tests.interception.scripted import WIRE, WIRES, ScriptedUpstream, Wire, answers, events_of, rollout, streams
 
@@ -46,13 +47,23 @@ class TestKeysComeBackFromNowhere:
         self, script: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG, "interception")
+        await self.is_nowhere(WIRE, script, caplog)
+
+    async def test_nor_does_a_response_that_failed(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG, "interception")
+        wire = WIRES[1]
+        error = {"code": "server_error", "message": f"bad key {KEY}"}
+        failed = {"type": "response.failed", "response": {**wire.answer(), "status": "failed", "error": error}}
+        await self.is_nowhere(wire, streams(*wire.events()[:3], sse(failed, named=True)), caplog)
+
+    async def is_nowhere(self, wire: Wire, script: Any, caplog: pytest.LogCaptureFixture) -> None:
         async with ScriptedUpstream() as upstream, InterceptionServer() as server, aiohttp.ClientSession() as http:
             upstream.then(script)
             session = RolloutSession(Upstream(base_url=upstream.base_url, api_key=KEY))
             async with server.acquire(session) as slot:
                 auth = {"Authorization": f"Bearer {slot.model_secret}"}
-                body = WIRE.request(stream=True)
-                async with http.post(slot.base_url + WIRE.path, json=body, headers=auth) as answer:
+                body = wire.request(stream=True)
+                async with http.post(slot.base_url + wire.path, json=body, headers=auth) as answer:
                     told = await answer.text() + str(answer.headers)
             assert KEY not in told
             assert KEY not in session.trace.to_jsonl()
