@@ -116,14 +116,16 @@ class TestTheHold:
     @pytest.mark.parametrize("streaming", ["live", "whole"])
     async def test_or_for_some_silence(self, streaming: str) -> None:
         async with rollout(policy=AT_ONCE, streaming=streaming) as running:
-            gate = asyncio.Event()
+            gate, end = asyncio.Event(), asyncio.Event()
             *events, done = WIRE.events()
-            running.upstream.then(streams(*events, gate, done))
+            running.upstream.then(streams(*events, gate, done, end))
             async with running.open(WIRE, WIRE.request(stream=True)) as response:
                 await read_until(response, lambda event: b'"finish_reason":"stop"' in event.raw)
                 assert running.trace.turns[0].complete
                 gate.set()
-                assert [event.data for event in events_of(await response.read())] == ["[DONE]"]
+                assert [event.data for event in await read_until(response, lambda _: True)] == ["[DONE]"]
+                end.set()
+                assert await response.read() == b""
             await until(lambda: running.trace.turns[0].delivered)
 
     async def test_text_in_the_same_packet_does_not_wait(self) -> None:
