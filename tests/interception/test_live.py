@@ -7,6 +7,8 @@ import struct
 import weakref
 import zlib
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,7 @@ class Line(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.aborted = False
+        self.unread = 0
 
     def is_closing(self) -> bool:
         return self.aborted
@@ -45,7 +48,7 @@ class Line(asyncio.Transport):
         self.aborted = True
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.unread
 
 
 def answering(*headers: str) -> Connection:
@@ -164,6 +167,17 @@ class TestFollowing:
         await asyncio.sleep(0)
         exchange.release(b"last", terminal=True)
         assert await waiting
+        exchange.cancel(Failure(503, "over"))
+
+    @pytest.mark.parametrize("gone", [False, True], ids=["slow", "gone"])
+    async def test_nothing_is_written_to_a_harness_that_is_slow_to_read_or_gone(self, gone: bool) -> None:
+        line = Line()
+        line.aborted, line.unread = gone, not gone
+        request: Any = SimpleNamespace(transport=line)
+        exchange = Exchange(Attempt("c"), never)
+        telling = _Telling(request, exchange)
+        assert telling.follow(b"1") is False
+        assert telling.chunks == 0
         exchange.cancel(Failure(503, "over"))
 
 
@@ -329,7 +343,7 @@ class TestALiveStream:
         before, pieces, _ = spoken(WIRE, PIECES[:6])
         async with rollout(streaming="live", policy=policy) as running:
             spaced = [step for piece in pieces for step in (0.1, piece)]
-            running.upstream.then(streams(*before, *spaced, Step.HANG))
+            running.upstream.then(streams(0.05, *before, *spaced, Step.HANG))  # its head first, by itself
             came, spoke = b"", 0.0
             async with running.open(WIRE, WIRE.request(stream=True)) as response:
                 while not came.endswith(b": k\n"):

@@ -640,6 +640,7 @@ class TestWhatIsLeftBehind:
                 answer = await running.call(WIRE, WIRE.request(stream=True))
                 assert answer.status == 200
                 [connection] = open_of(running.server.upstreams)
+                assert connection.tap is None  # which has the rollout
                 peer.says(b"0\r\n\r\n")
                 await until(partial(getattr, connection, "reusable"))
             assert peer.accepted == 1
