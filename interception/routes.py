@@ -20,7 +20,8 @@ from interception.growth import Request, digest_of
 from interception.headers import Sending, secret_of, to_client, to_upstream
 from interception.hooks import run_request_hooks
 from interception.inbound import LARGE, as_object, drain, read_body, written
-from interception.serving import refusal, serve
+from interception.outbound import SENT_LAST
+from interception.serving import abort, refusal, serve
 from interception.session import RolloutSession
 from interception.state import tag
 from interception.trace import Attempt
@@ -282,6 +283,9 @@ class Routes:
                 return web.Response(status=499)  # gone while it was still sending
             except Exception:
                 logger.exception("call %s failed in an unforeseen way", call_id)
+                if request.writer.output_size:
+                    abort(request)  # in the middle of an answer another one would be read as a part of it
+                    return SENT_LAST
                 return refusal(dialect, Failure(500, "the interception server failed; see its log"), call_id)
 
         return handle

@@ -1,6 +1,7 @@
 """Live streams: what repeats goes on as it comes, and nothing of it is lost however the harness reads."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -306,6 +307,28 @@ class TestALiveStream:
             assert f"call {attempt.call_id} failed in the interception server" in caplog.text
             assert "a defect" in caplog.text
 
+    async def test_that_we_fail_to_tell_is_cut_and_has_no_second_answer_in_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, _, _ = spoken(WIRE, PIECES)
+        monkeypatch.setattr(type(WIRE.dialect), "keepalive", "none")
+        policy = PATIENT.model_copy(update={"keepalive_interval": 0.05})
+        async with rollout(streaming="live", policy=policy) as running:
+            running.upstream.then(streams(*before, Step.HANG))
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.slot.base_url.rpartition(":")[2]))
+            body = json.dumps(WIRE.request(stream=True)).encode()
+            writer.write(
+                f"POST {WIRE.path} HTTP/1.0\r\nAuthorization: Bearer {running.slot.model_secret}\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            came = await reader.readuntil(b"\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(2**16):
+                    came += piece
+            writer.close()
+            assert came.endswith(before[-1])
+
     @pytest.mark.parametrize("leave", [Step.CLOSE, Step.RESET], ids=["close", "reset"])
     async def test_that_breaks_off_is_told_so_after_all_that_came(self, leave: Step) -> None:
         seen = asyncio.Event()
@@ -341,7 +364,7 @@ class TestALiveStream:
         loop = asyncio.get_running_loop()
         policy = PATIENT.model_copy(update={"keepalive_interval": 0.4})
         before, pieces, _ = spoken(WIRE, PIECES[:6])
-        async with rollout(streaming="live", policy=policy) as running:
+        async with asyncio.timeout(60), rollout(streaming="live", policy=policy) as running:
             spaced = [step for piece in pieces for step in (0.1, piece)]
             running.upstream.then(streams(0.05, *before, *spaced, Step.HANG))  # its head first, by itself
             came, spoke = b"", 0.0
