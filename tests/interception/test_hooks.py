@@ -69,7 +69,8 @@ class TestRewriting:
     @rewriting
     async def test_a_streamed_answer_is_streamed_anew_as_the_sdks_take_it(self, wire: Wire, hook: Any) -> None:
         async with rollout(on_response=[hook]) as running, sdk(running, wire) as client:
-            running.upstream.always = streams(wire.stream("hello", usage=True))
+            one_by_one = [step for event in wire.events("hello", usage=True) for step in (event, 0.001)]
+            running.upstream.always = streams(*one_by_one)
             assert await client.ask(stream=True) == "goodbye"
             [turn] = running.trace.turns
             assert wire.said(turn.response) == "goodbye"

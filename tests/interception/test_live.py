@@ -126,11 +126,16 @@ class TestTheTap:
         assert await connection.readany() == b""
         assert connection.at_eof()
 
-    async def test_nor_the_next_answer(self) -> None:
+    @pytest.mark.parametrize("unread", [0, 1], ids=["sent", "not yet sent"])
+    async def test_nor_the_next_answer(self, unread: int) -> None:
         connection = answering()
         connection.tap = refused
+        connection.data_received(b"0\r\n\r\n")
+        assert isinstance(connection.transport, Line)
+        connection.transport.unread = unread  # of the request
         connection.done()
         assert connection.tap is None
+        assert connection.reusable == (not unread)
 
 
 def refused(data: bytes) -> bool:
@@ -218,23 +223,25 @@ class TestALiveStream:
                 assert wire.said(running.trace.turns[0].response) == "".join(PIECES)
         assert woken < len(PIECES) / 2
 
-    @pytest.mark.parametrize("version", ["1.0", "1.1"])
-    async def test_waits_for_a_harness_that_reads_late_and_loses_nothing(self, version: str) -> None:
+    @pytest.mark.parametrize(("version", "connection"), [("1.0", "keep-alive"), ("1.1", "close")])
+    async def test_waits_for_a_harness_that_reads_late_and_loses_nothing(self, version: str, connection: str) -> None:
         texts = [f"{number:05} " + "x" * 2000 for number in range(5000)]  # more than all buffers in between hold
         before, pieces, after = spoken(WIRE, texts)
-        async with rollout(streaming="live") as running:
+        async with asyncio.timeout(60), rollout(streaming="live") as running:
             begun = asyncio.Event()
             running.upstream.then(streams(*before, begun, *pieces, *after))
             reader, writer = await asyncio.open_connection("127.0.0.1", int(running.slot.base_url.rpartition(":")[2]))
             body = json.dumps(WIRE.request(stream=True)).encode()
             writer.write(
                 f"POST {WIRE.path} HTTP/{version}\r\nHost: h\r\nAuthorization: Bearer {running.slot.model_secret}\r\n"
-                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+                f"Content-Length: {len(body)}\r\nConnection: {connection}\r\n\r\n".encode()
                 + body
             )
             head = await reader.readuntil(b"\r\n\r\n")
             begun.set()
             await until(lambda: running.trace.turns[0].complete)  # the upstream was not held up
+            await running.settled()
+            assert not running.trace.turns[0].delivered
             came = await reader.read()
             writer.close()
             await writer.wait_closed()

@@ -654,7 +654,8 @@ class TestWhatIsLeftBehind:
             peer.says(more)
             await until(lambda: not peer.open and not open_of(running.server.upstreams))
 
-    async def test_what_comes_without_a_request_ends_the_connection(self) -> None:
+    async def test_what_comes_without_a_request_ends_the_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("interception.wire.KEEPALIVE", 3600.0)
         peer = Peer(OK, OK)
         async with peer.serving() as url, clients() as made:
             assert (await outcome(made, upstream(url), wire=True))[0] == 200
