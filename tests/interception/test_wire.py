@@ -505,7 +505,8 @@ class TestKeptConnections:
             running.end()
             await until(lambda: held[0]() is None)
 
-    async def test_none_is_kept_once_the_server_has_stopped(self) -> None:
+    async def test_none_is_kept_once_the_server_has_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("interception.wire.KEEPALIVE", 3600.0)
         peer = Peer(OK)
         async with peer.serving() as url, clients() as made:
             calling = asyncio.create_task(outcome(made, upstream(url), wire=True))
