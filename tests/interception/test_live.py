@@ -90,6 +90,11 @@ class TestTheTap:
         assert not connection.at_eof()
         assert await connection.readany() == b"five"
         assert seen == [b"onetwo", b"three", b"four"]
+        connection.tap = None
+        reading = asyncio.create_task(connection.readany())
+        await asyncio.sleep(0)
+        connection.data_received(chunk(b"six"))
+        assert await reading == b"six"
 
     async def test_it_gets_nothing_for_which_nobody_waits(self) -> None:
         connection = answering()
