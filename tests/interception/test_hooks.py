@@ -75,6 +75,8 @@ class TestRewriting:
             [turn] = running.trace.turns
             assert wire.said(turn.response) == "goodbye"
             assert turn.usage is not None
+            [attempt] = turn.attempts
+            assert (attempt.first_byte or 0) < (attempt.ended or 0)  # of the upstream's answer, not of ours
             answer = await running.call(wire, wire.request("ho", stream=True))
             assert (await running.call(wire, wire.request("ho", stream=True), retry=1)).body == answer.body
             assert running.upstream.calls == 2

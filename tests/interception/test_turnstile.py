@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from interception.dialects import CHAT
 from interception.turnstile import EACH_TURN, Turnstile
 from tests.interception.scripted import WIRE, answers, rollout
@@ -59,9 +61,17 @@ async def test_who_comes_alone_does_not_wait() -> None:
             raise AssertionError("it waits")
 
 
-async def test_a_rush_of_calls_is_answered() -> None:
+async def test_a_rush_of_calls_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    came, passed = 0, Turnstile.passed
+
+    async def counted(turnstile: Turnstile) -> None:
+        nonlocal came
+        came += 1
+        await passed(turnstile)
+
+    monkeypatch.setattr(Turnstile, "passed", counted)
     async with rollout() as running:
         running.upstream.always = answers(WIRE.body("hello"))
         answered = await asyncio.gather(*(running.call(WIRE, WIRE.request(f"{n}")) for n in range(3 * EACH_TURN)))
-        assert len(answered) == len(running.trace.turns) == 3 * EACH_TURN
+        assert came == len(answered) == len(running.trace.turns) == 3 * EACH_TURN
         assert {turn.dialect for turn in running.trace.turns} == {CHAT.name}
