@@ -161,15 +161,12 @@ class Growth:
 def _place(body: bytes, came: Mapping[str, Any], field: str) -> tuple[int, int, int] | None:
     """Where in `body` the items of its list `field` begin and end, and the bytes of the last one; None if that is not
     sure."""
-    messages = came.get(field)
-    if not messages or not isinstance(messages, list):
-        return None  # the session's own are sent
     colon = body.find(b":")
     try:
         # As most SDKs write it: then its parts, too, are what is written of them.
         if body[colon + 1 : colon + 2] != b" " and orjson.dumps(came) == body:
             before, after = _around(came, field)
-            return len(before), len(body) - len(after), len(orjson.dumps(messages[-1]))
+            return len(before), len(body) - len(after), len(orjson.dumps(came[field][-1]))
     except TypeError:  # an integer over 64 bits, half a surrogate pair
         pass
     try:

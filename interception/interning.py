@@ -221,7 +221,7 @@ class Bodies:
                     continue
                 references.append(number := self._put(text))
                 of_item: Any = {"\0": (number,)}
-            elif item is None or kind is bool or kind is int:
+            elif item is None or kind is bool or kind is int or (kind is float and isfinite(item)):
                 continue
             else:
                 of_item = self._outline(item, references, levels - 1)

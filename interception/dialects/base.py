@@ -29,10 +29,6 @@ class Phase(enum.Enum):
     DONE = "done"
     FAILED = "failed"
 
-    @property
-    def ended(self) -> bool:
-        return self in (Phase.DONE, Phase.FAILED)
-
 
 # An enum's member costs as much to be looked up as a call (on 3.11), several times an event.
 OPEN, CLOSING, DONE, FAILED = Phase
@@ -49,7 +45,7 @@ class Stream(ABC):
     """Whether events may end with blanks of any number."""
 
     def __init__(self) -> None:
-        self.phase = Phase.OPEN
+        self.phase = OPEN
         self.events = 0
         """Events with data so far."""
         self._error: str | None = None
@@ -121,7 +117,7 @@ class Stream(ABC):
         self._error, self._error_status = read_error(error or {})
         self._error = self._error or text
         self._error_shown = shown
-        return Phase.FAILED
+        return FAILED
 
 
 class Dialect(Protocol):

@@ -135,7 +135,7 @@ class ChatStream(Stream):
         if choice is None:
             return OPEN
         if choice.finished:
-            return CLOSING if self._finished() else OPEN
+            return CLOSING if self.phase is CLOSING or self._finished() else OPEN
         if only_put and self._refrains_left and parts == [part]:
             # It may be a chunk that adds a piece of text and nothing else.
             delta = obj(part.get("delta"))
@@ -176,6 +176,8 @@ class _Choice:
         self._details: list[Json] = []
         self._logprobs: Json = {}
         self._calls: list[tuple[int, Json]] = []
+        self._newest: dict[int, Json] = {}
+        """Of the calls with an index."""
 
     @property
     def finished(self) -> bool:
@@ -248,9 +250,9 @@ class _Choice:
         """The call that `delta` goes on with, or a new one: with a new index, or with a name and an id of its own
         (Gemini's parallel calls have one index or none; vLLM of old made up an id for every delta, without a name)."""
         index = index_of(delta.get("index"), self._calls[-1][0] if self._calls else 0)
-        call = next((call for known, call in reversed(self._calls) if known == index), None)
+        call = self._newest.get(index)
         if call is None or (_name(delta) and _name(call) and delta.get("id") not in (None, "", call.get("id"))):
-            call = {}
+            call = self._newest[index] = {}
             self._calls.append((index, call))
         return call
 

@@ -9,8 +9,9 @@ import pytest
 
 from interception.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, Dialect
 from interception.dialects.base import Phase
+from interception.dialects.chat import _Choice
 from interception.echo import EchoModel
-from interception.sse import Json, SseParser, sse
+from interception.sse import Json, SseEvent, SseParser, sse
 from tests.interception.corpora import (
     CORPORA,
     anthropic_messages,
@@ -367,6 +368,32 @@ class TestChatAssembly:
         assert len(answer["choices"][0]["token_ids"]) == 2_000_000
         assert event.json is not None
         assert len(event.json["choices"][0]["token_ids"]) == 50
+
+    def test_so_does_one_with_many_choices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks = 0
+
+        def finished(choice: _Choice) -> bool:
+            nonlocal looks
+            looks += 1
+            return True
+
+        monkeypatch.setattr(_Choice, "finished", property(finished))
+        stream = CHAT.stream()
+        for index in range(100):
+            stream.feed(SseEvent(sse({"choices": [{"index": index, "delta": {"content": "x"}}]})))
+        assert stream.phase is CLOSING
+        assert looks <= 200
+
+    def test_the_newest_call_of_an_index_goes_on(self) -> None:
+        calls = [(0, "a"), (1, "b"), (0, "c"), (1, ""), (0, "")]
+        chunks = [
+            {"index": index, "function": {"arguments": "x"}}
+            | ({"id": name, "function": {"name": name, "arguments": "x"}} if name else {})
+            for index, name in calls
+        ]
+        raw = chat(*({"choices": [delta(tool_calls=[call])]} for call in chunks))
+        told = [call["function"] for call in assembled(CHAT, raw)["choices"][0]["message"]["tool_calls"]]
+        assert [(call["name"], call["arguments"]) for call in told] == [("a", "x"), ("c", "xx"), ("b", "xx")]
 
 
 class TestOtherAssembly:

@@ -130,12 +130,6 @@ class TestGrowingRequests:
         reading.learn(raw)
         assert reading.again(raw) is None
 
-    @pytest.mark.parametrize("raw", [b'{"model":"m"}', b'{"messages":"x"}', b'{"messages":{}}', b'{"messages":[]}'])
-    def test_nor_is_one_that_the_session_has_of_its_own(self, raw: bytes) -> None:
-        reading = Reading({"messages": [{"role": "user"}]})
-        assert reading.recorded(reading.learn(raw))["messages"] == [{"role": "user"}]
-        assert reading.again(raw) is None
-
     @given(
         st.lists(JSON, min_size=1, max_size=4),
         st.dictionaries(st.text(max_size=3), JSON, max_size=2),

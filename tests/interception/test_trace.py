@@ -182,6 +182,19 @@ def test_long_strings_are_found_in_values_as_in_their_texts(values: list[Any]) -
     assert entries(bodies) == entries(by_text)
 
 
+def test_numbers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+    outline = Bodies._outline
+
+    def counted(bodies: Bodies, value: Any, *others: Any) -> Any:
+        looked_at.append(value)
+        return outline(bodies, value, *others)
+
+    monkeypatch.setattr(Bodies, "_outline", counted)
+    Bodies().put({"a": [0.5] * 60, "b": 1.5})
+    assert len(looked_at) == 2
+
+
 class Text(str):
     """What a hook may put into a request."""
 
