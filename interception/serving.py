@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
-from interception.dialects.base import Dialect, Stream
+from interception.dialects.base import Dialect
 from interception.headers import CALL_ID_HEADER, to_client
 from interception.outbound import SENT_LAST, Outbound
 from interception.policy import ServingPolicy
@@ -42,7 +42,7 @@ async def serve(
         ready = _ready(exchange, wait_for_end)
         if not wait_for_end and await exchange.wait(lambda: exchange.head is not None or ready(), _left(deadline)):
             head = exchange.head
-            if head is not None and head.stream is not None and not ready():
+            if head is not None and head.streamed and not ready():
                 telling.prepare()  # so that the first event finds all done
         in_time = await exchange.wait(ready, _left(deadline), telling.begin if telling.prepared else None)
         if telling.chunks:
@@ -51,7 +51,7 @@ async def serve(
             exchange.failure.call_id = exchange.attempt.call_id
             raise exchange.failure
         head = exchange.head
-        if in_time and exchange.ended and exchange.failure is None and head is not None and head.stream is not None:
+        if in_time and exchange.ended and exchange.failure is None and head is not None and head.streamed:
             return await _body(request, call, exchange)  # all of a stream
         if call.streamed:  # also where the upstream answered it with none: the SDKs would read an empty stream
             return await _stream(telling, call, policy)
@@ -82,7 +82,7 @@ async def _body(request: web.BaseRequest, call: Call, exchange: Exchange) -> web
         exchange.failure.call_id = exchange.attempt.call_id
         raise exchange.failure
     assert exchange.head is not None
-    headers = _headers(exchange, "application/json") if exchange.head.stream is None else _stream_headers(exchange)
+    headers = _stream_headers(exchange) if exchange.head.streamed else _headers(exchange, "application/json")
     body, out = exchange.body, Outbound(request)
     out.head(exchange.head.status, headers, len(body))
     out.write(body, last=True)
@@ -122,7 +122,7 @@ async def _stream(telling: "_Telling", call: Call, policy: ServingPolicy) -> web
         if telling.chunks < len(exchange.chunks):
             fresh = exchange.chunks[telling.chunks :]
             events = b"".join(fresh)
-            if exchange.head is not None and exchange.head.stream is None:
+            if exchange.head is not None and not exchange.head.streamed:
                 events = call.rendered(loads(events))  # begun as a stream, and then answered as none
             whole = exchange.ended and exchange.failure is None
             telling.write(events, len(fresh), last=whole)  # the end, if it is known, in one write
@@ -134,14 +134,12 @@ async def _stream(telling: "_Telling", call: Call, policy: ServingPolicy) -> web
         elif exchange.ended:
             break
         elif not await telling.more(policy.keepalive_interval):
-            out.write(call.dialect.keepalive(_read_so_far(exchange, unread), telling.silence, telling.request.headers))
+            out.write(call.dialect.keepalive(exchange.stream or unread, telling.silence, telling.request.headers))
             await out.drain()
     last = b""
     if exchange.failure is not None and not exchange.failure.relayed:
         logger.warning("call %s broke off in its stream: %s", exchange.attempt.call_id, exchange.failure)
-        last = call.dialect.error_event(
-            _read_so_far(exchange, unread), exchange.failure.status, exchange.failure.message
-        )
+        last = call.dialect.error_event(exchange.stream or unread, exchange.failure.status, exchange.failure.message)
     out.write(last, last=True)
     await out.drain()
     return out.sent
@@ -198,10 +196,6 @@ class _Telling:
             if left <= 0:
                 return False
         return True
-
-
-def _read_so_far(exchange: Exchange, unread: Stream) -> Stream:
-    return exchange.head.stream or unread if exchange.head is not None else unread
 
 
 def _headers(exchange: Exchange, content_type: str) -> CIMultiDict[str]:

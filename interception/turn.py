@@ -48,11 +48,11 @@ def refused_for_good(message: str) -> Failure:
 
 
 class Head(NamedTuple):
-    """Status and headers of the upstream's answer; `stream` reads it if it is one."""
+    """Status and headers of the upstream's answer, and whether it is a stream."""
 
     status: int
     headers: Mapping[str, str]
-    stream: Stream | None
+    streamed: bool
 
 
 class Exchange:
@@ -65,6 +65,8 @@ class Exchange:
     def __init__(self, attempt: Attempt, work: "Callable[[Exchange], Coroutine[Any, Any, None]]") -> None:
         self.attempt = attempt
         self.head: Head | None = None
+        self.stream: Stream | None = None
+        """What reads the answer, if it is a stream; as long as it is not whole, for it is a hundred objects."""
         self.chunks: list[bytes] = []
         self.size = 0
         """Bytes of `chunks`."""
@@ -76,12 +78,12 @@ class Exchange:
         """Called once, when the outcome is known."""
         self._waiters: dict[asyncio.Future[bool], Callable[[bytes], bool] | None] = {}
         attempt.started = time.time()
-        self._task = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(work), name=f"call {attempt.call_id}")
 
     # -- the upstream's side -------------------------------------------------------------------
 
     def began(self, status: int, headers: Mapping[str, str], stream: Stream | None) -> None:
-        self.head = Head(status, headers, stream)
+        self.head, self.stream = Head(status, headers, stream is not None), stream
         self.attempt.status = status
         if self.attempt.first_byte is None:
             self.attempt.first_byte = time.time()
@@ -136,10 +138,10 @@ class Exchange:
         """End the exchange here and now, so that the trace may be sealed right after. False: it had its answer."""
         if self.ended:
             return False
+        task = self._task
         self._end(failure)
-        self._task.cancel()
-        # One that had not begun keeps the frame that it was cancelled in, and with it us and all that `work` knows.
-        del self._task
+        assert task is not None
+        task.cancel()
         return self.failure is not None
 
     # -- parts ---------------------------------------------------------------------------------
@@ -168,10 +170,15 @@ class Exchange:
         if self.ended:
             return
         self.ended = True
+        # A retry may find us for minutes. (And a task that had not begun keeps the frame that it was cancelled in, and
+        # with it us and all that `work` knows.)
+        self._task = None
         # An answer that is whole has been recorded, and may have been read: whatever comes after it is no failure.
         self.failure = failure if self.terminal is None else None
         if self.failure is not None:
             self.attempt.error = self.failure.message
+        else:
+            self.stream = None
         if self.attempt.ended is None:
             self.attempt.ended = time.time()
         if self.on_end is not None:

@@ -226,6 +226,9 @@ class TestALiveStream:
             await until(lambda: running.trace.turns[0].complete)
             if wire.dialect is not RESPONSES:  # which says all once more at its end
                 assert wire.said(running.trace.turns[0].response) == "".join(PIECES)
+            [call] = running.session.ledger
+            await until(lambda: call.exchange.ended)
+            assert call.exchange.stream is None  # of what a retry would be given that is no part
         assert woken < len(PIECES) / 2
 
     @pytest.mark.parametrize(("version", "connection"), [("1.0", "keep-alive"), ("1.1", "close")])
