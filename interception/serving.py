@@ -183,8 +183,7 @@ class _Telling:
 
     def follow(self, chunk: bytes) -> bool:
         """The next one, unless the harness is slow to read, or gone: that is for the reader's task."""
-        ready = self.out.ready
-        if ready:
+        if ready := self.out.ready:
             self.write(chunk, 1)
         return ready
 

@@ -111,8 +111,8 @@ class Exchange:
     ) -> bool:
         """Until `ready()`, for `timeout` seconds at most; whether it is.
 
-        `follow` gets each chunk that is released meanwhile, but the terminal one, and says whether it has taken it:
-        what it has not is looked at by `ready`. So a stream's event is passed on without a task's turn.
+        `follow` gets each chunk that is released meanwhile, but the terminal one, and says whether its reader may sleep
+        on: if not, `ready` is asked. So a stream's event is passed on without a task's turn.
         """
         # By hand: an `asyncio.timeout` and an `asyncio.Event` for each chunk of a stream cost more than the chunk.
         loop = asyncio.get_running_loop()

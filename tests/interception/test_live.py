@@ -86,7 +86,7 @@ class TestTheTap:
         assert not reading.done()
         connection.data_received(chunk(b"four"))
         connection.data_received(chunk(b"five"))  # the reader has been woken: this is for it
-        assert await reading == b""
+        assert await asyncio.wait_for(reading, 30) == b""
         assert not connection.at_eof()
         assert await connection.readany() == b"five"
         assert seen == [b"onetwo", b"three", b"four"]
